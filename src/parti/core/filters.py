@@ -1,0 +1,70 @@
+"""Which subjects a worker's consumer carries, and what changes between two sets.
+
+Guards: an empty set is never sent as a filter (the server reads it as "everything"), a set that is too large or
+that overlaps itself is refused before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from parti.errors import OverlappingSubjects, TooManySubjects
+from parti.model.partition import Partition
+from parti.model.subjects import first_overlap
+
+
+@dataclass(frozen=True, slots=True)
+class FilterSet:
+    """The subjects of a consumer, sorted and free of repetition, with the partition behind each."""
+
+    partitions: dict[str, Partition]
+    duplicates: int
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The subjects in a stable order, so that equal sets give equal configurations."""
+        return tuple(sorted(self.partitions))
+
+
+@dataclass(frozen=True, slots=True)
+class FilterDiff:
+    """What an update adds and removes."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing changes."""
+        return not self.added and not self.removed
+
+
+def build_filters(partitions: Iterable[Partition], *, max_subjects: int) -> FilterSet:
+    """Deduplicate and check the subjects of the given partitions.
+
+    Raises `TooManySubjects` or `OverlappingSubjects`; nothing has changed then.
+    """
+    by_subject: dict[str, Partition] = {}
+    total = 0
+    for partition in partitions:
+        total += 1
+        by_subject.setdefault(partition.subject, partition)
+    if len(by_subject) > max_subjects:
+        raise TooManySubjects(
+            f"{len(by_subject)} subjects for one worker, but at most {max_subjects} are allowed (setting "
+            f"max_subjects); nothing was changed: share the partitions among more workers, use wildcards, or raise it"
+        )
+    pair = first_overlap(list(by_subject))
+    if pair:
+        raise OverlappingSubjects(
+            f"subjects {pair[0]!r} and {pair[1]!r} overlap: a message could belong to both; nothing was changed: "
+            f"remove one of them or make the wildcard narrower"
+        )
+    return FilterSet(by_subject, total - len(by_subject))
+
+
+def diff_filters(before: Iterable[str], after: Iterable[str]) -> FilterDiff:
+    """Compare two sets of subjects."""
+    old, new = set(before), set(after)
+    return FilterDiff(tuple(sorted(new - old)), tuple(sorted(old - new)))

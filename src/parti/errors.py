@@ -1,0 +1,135 @@
+"""Every error that parti raises, in one tree.
+
+PartiError
+ ├── ConfigError             settings contradict each other or the stream; exit code 2
+ │    ├── StreamNotFound     the stream does not exist on the server
+ │    ├── SubjectMismatch    a subject or template lies outside the stream
+ │    ├── TooManySubjects    more subjects than one consumer may carry
+ │    ├── OverlappingSubjects two subjects of one consumer match the same message
+ │    └── HandlerMissing     the app has no handler, or cannot be imported
+ ├── ConnectionFailed        the server could not be reached in time
+ │    ├── AuthenticationFailed the server refused the credentials
+ │    └── JetStreamUnavailable the server answers, but JetStream is off for this account
+ ├── PermissionDenied        the account may not publish to or subscribe on a subject
+ ├── RequestTimeout          no answer in time: the outcome is unknown, not "no"
+ ├── NoResponders            nobody listens on the subject: the outcome is "no"
+ ├── ApiError                JetStream answered with an error; `.code` is its number
+ │    ├── NotFound           consumer, stream, key or message does not exist
+ │    └── WrongRevision      a compare-and-set lost against another writer
+ ├── ServerTooOld            the server lacks a feature that parti needs
+ └── EmbeddedServerError     the nats-server child process did not start or stop
+
+`retryable` says that the same call may succeed later; `fatal` that it cannot without a change by a person.
+Messages follow one form: what was wrong, what was expected, what to do next. They never contain secrets.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PartiError(Exception):
+    """Root of all errors raised by parti."""
+
+    retryable: ClassVar[bool] = False
+    fatal: ClassVar[bool] = False
+
+
+class ConfigError(PartiError):
+    """Settings, subjects or the stream contradict each other; a person must change something."""
+
+    fatal = True
+
+
+class StreamNotFound(ConfigError):
+    """The named stream does not exist on the server."""
+
+
+class SubjectMismatch(ConfigError):
+    """A subject or template lies outside the stream, or a key does not fit the template."""
+
+
+class TooManySubjects(ConfigError):
+    """More subjects than one consumer may carry; nothing was changed."""
+
+
+class OverlappingSubjects(ConfigError):
+    """Two subjects of one consumer would match the same message."""
+
+
+class HandlerMissing(ConfigError):
+    """The app has no handler, or the app itself cannot be imported."""
+
+
+class ConnectionFailed(PartiError):
+    """No server could be reached within the allowed time."""
+
+    retryable = True
+
+
+class AuthenticationFailed(ConnectionFailed):
+    """The server refused the credentials."""
+
+    retryable = False
+    fatal = True
+
+
+class JetStreamUnavailable(ConnectionFailed):
+    """The server answers, but JetStream is not enabled for this account."""
+
+    retryable = False
+    fatal = True
+
+
+class PermissionDenied(PartiError):
+    """The server does not allow this account to use a subject."""
+
+    fatal = True
+
+    def __init__(self, operation: str, subject: str) -> None:
+        super().__init__(
+            f"permission denied: this account may not {operation} {subject!r}; "
+            f"grant it in the server's permissions or use other credentials"
+        )
+        self.operation = operation
+        self.subject = subject
+
+
+class RequestTimeout(PartiError):
+    """No answer in time. The request may or may not have taken effect."""
+
+    retryable = True
+
+
+class NoResponders(PartiError):
+    """Nobody listens on the subject; the request had no effect."""
+
+    retryable = True
+
+
+class ApiError(PartiError):
+    """JetStream answered with an error."""
+
+    def __init__(self, code: int, description: str, *, status: int = 0) -> None:
+        super().__init__(f"{description} (JetStream error {code})")
+        self.code = code
+        self.description = description
+        self.status = status
+
+
+class NotFound(ApiError):
+    """A consumer, stream, key or message does not exist."""
+
+
+class WrongRevision(ApiError):
+    """A compare-and-set write lost: somebody else wrote first."""
+
+
+class ServerTooOld(PartiError):
+    """The server lacks a feature that parti needs."""
+
+    fatal = True
+
+
+class EmbeddedServerError(PartiError):
+    """The nats-server child process did not start, or died."""

@@ -1,0 +1,189 @@
+"""JetStream's request API, with its errors as our errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from parti.errors import ApiError, JetStreamUnavailable, NoResponders, NotFound, WrongRevision
+
+_NOT_FOUND = frozenset({10014, 10037, 10059})
+_WRONG_REVISION = frozenset({10071, 10164})
+_NOT_ENABLED = frozenset({10039, 10076})
+
+
+class Reply(Protocol):
+    """An answer to a request."""
+
+    @property
+    def data(self) -> bytes:
+        """The payload."""
+
+
+class Requester(Protocol):
+    """What the API needs of a connection."""
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 5.0,
+    ) -> Reply:
+        """Send a request and wait for its answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """What parti needs to know of a stream."""
+
+    name: str
+    subjects: tuple[str, ...]
+    retention: str
+    storage: str
+    created: str
+    first_seq: int
+    last_seq: int
+    messages: int
+    allow_direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """What parti needs to know of a consumer."""
+
+    config: Mapping[str, Any]
+    ack_floor: int
+    """Every matching message up to this sequence is acknowledged."""
+    delivered: int
+    ack_pending: int
+    pending: int
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The filter, in either of the two forms that the server uses."""
+        one = self.config.get("filter_subject")
+        return (one,) if one else tuple(sorted(self.config.get("filter_subjects") or ()))
+
+
+class JetStreamApi:
+    """Calls `$JS.API.…` on one connection.
+
+    Raises `ApiError` (or a subclass) when the server says no, `RequestTimeout` when it does not answer, and
+    `JetStreamUnavailable` when JetStream is off for the account.
+    """
+
+    def __init__(self, connection: Requester, *, timeout_s: float = 5.0) -> None:
+        self._connection = connection
+        self._timeout_s = timeout_s
+
+    async def call(self, verb: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send one API request and return its answer."""
+        payload = json.dumps(body).encode() if body is not None else b""
+        try:
+            reply = await self._connection.request(f"$JS.API.{verb}", payload, timeout_s=self._timeout_s)
+        except NoResponders as error:
+            raise JetStreamUnavailable(
+                "the server answers, but JetStream is not enabled there; start nats-server with JetStream (-js) or "
+                "enable it for this account"
+            ) from error
+        answer: dict[str, Any] = json.loads(reply.data)
+        _raise_error(answer)
+        return answer
+
+    async def account_info(self) -> dict[str, Any]:
+        """Limits and usage of the account; the cheapest proof that JetStream is there."""
+        return await self.call("INFO")
+
+    async def stream_names(self) -> list[str]:
+        """Names of the streams that this account may see (the first page)."""
+        return sorted((await self.call("STREAM.NAMES")).get("streams") or [])
+
+    async def stream_info(self, name: str) -> StreamInfo:
+        """State and configuration of a stream; raises `NotFound`."""
+        return _stream_info(await self.call(f"STREAM.INFO.{name}"))
+
+    async def ensure_stream(self, config: Mapping[str, Any]) -> StreamInfo:
+        """Return the stream, creating it when it is missing; an existing one is left as it is."""
+        name = config["name"]
+        try:
+            return await self.stream_info(name)
+        except NotFound:
+            return _stream_info(await self.call(f"STREAM.CREATE.{name}", config))
+
+    async def consumer_info(self, stream: str, name: str) -> ConsumerInfo:
+        """State and configuration of a consumer; raises `NotFound`."""
+        return _consumer_info(await self.call(f"CONSUMER.INFO.{stream}.{name}"))
+
+    async def put_consumer(self, stream: str, config: Mapping[str, Any], *, action: str) -> ConsumerInfo:
+        """Create (`action="create"`) or change (`action="update"`) a consumer, and nothing else."""
+        body = {"stream_name": stream, "config": dict(config), "action": action}
+        return _consumer_info(await self.call(f"CONSUMER.CREATE.{stream}.{config['name']}", body))
+
+    async def reset_consumer(self, stream: str, name: str, seq: int) -> None:
+        """Make `seq` the next message to deliver and forget what was in flight.
+
+        A missing consumer does not answer: make sure that it exists first.
+        """
+        await self.call(f"CONSUMER.RESET.{stream}.{name}", {"seq": max(1, seq)})
+
+    async def delete_consumer(self, stream: str, name: str) -> None:
+        """Delete a consumer; raises `NotFound`."""
+        await self.call(f"CONSUMER.DELETE.{stream}.{name}")
+
+    async def next_on_subject(self, stream: str, subject: str, seq: int) -> int | None:
+        """Sequence of the first message at or after `seq` that matches `subject`, read from the leader."""
+        try:
+            answer = await self.call(f"STREAM.MSG.GET.{stream}", {"seq": max(1, seq), "next_by_subj": subject})
+        except NotFound:
+            return None
+        return int(answer["message"]["seq"])
+
+    async def publish(
+        self, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None, timeout_s: float = 5.0
+    ) -> int:
+        """Publish to a stream and return the sequence once the server has stored the message."""
+        reply = await self._connection.request(subject, payload, headers=headers, timeout_s=timeout_s)
+        answer: dict[str, Any] = json.loads(reply.data)
+        _raise_error(answer)
+        return int(answer["seq"])
+
+
+def _raise_error(answer: Mapping[str, Any]) -> None:
+    error = answer.get("error")
+    if not error:
+        return
+    code, text = int(error.get("err_code", 0)), str(error.get("description", "unknown error"))
+    if code in _NOT_ENABLED:
+        raise JetStreamUnavailable(f"{text}; enable JetStream for this account on the server")
+    kind = NotFound if code in _NOT_FOUND else WrongRevision if code in _WRONG_REVISION else ApiError
+    raise kind(code, text, status=int(error.get("code", 0)))
+
+
+def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
+    config, state = answer["config"], answer["state"]
+    return StreamInfo(
+        name=config["name"],
+        subjects=tuple(config.get("subjects") or ()),
+        retention=config["retention"],
+        storage=config["storage"],
+        created=answer["created"],
+        first_seq=state["first_seq"],
+        last_seq=state["last_seq"],
+        messages=state["messages"],
+        allow_direct=bool(config.get("allow_direct")),
+    )
+
+
+def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
+    return ConsumerInfo(
+        config=answer["config"],
+        ack_floor=answer["ack_floor"]["stream_seq"],
+        delivered=answer["delivered"]["stream_seq"],
+        ack_pending=answer["num_ack_pending"],
+        pending=answer["num_pending"],
+    )

@@ -1,0 +1,362 @@
+"""The pull engine: standing, overlapping pulls on one consumer, kept alive through everything.
+
+A *session* is one uninterrupted chain of deliveries on one connection. While it lasts, the server's delivery
+counter grows by one with each message; a hole means that a delivery was lost on its way, and later ones must not
+be handled before it. So whenever the chain may be broken (a hole, a reconnect, two missed heartbeats, a consumer
+that went away) the session is closed, `prepare` puts the consumer back to the position, and a new one begins.
+Guards Order across every kind of interruption.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from parti.core.batch import Load, next_batch, pull_size
+from parti.core.pull_status import PullStep, next_step
+from parti.errors import ConnectionFailed, PartiError
+from parti.jetstream.connection import Connection, ConnectionState
+from parti.jetstream.wire import Wire, pub
+from parti.model.message import parse_headers, status_of
+from parti.telemetry.health import Health
+from parti.telemetry.metrics import PULL_STATUS, Metrics
+
+_log = structlog.get_logger("parti.pull")
+
+_SLOTS = 2
+"""Pulls that stand at the same time: while one is being refilled the other keeps messages coming."""
+_ADAPT_INTERVAL_S = 0.1
+_RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
+_SETTLED_S = 1.0
+_RIVAL_GAPS = 4
+_SIGNAL = "pull"
+
+
+class Intake(Protocol):
+    """Where deliveries go."""
+
+    def deliver(self, subject: bytes, reply: bytes, header: bytes | None, payload: bytes, seq: int) -> None:
+        """Take one message. Called on the event loop, for each message: it must be quick and must not raise."""
+
+    @property
+    def held(self) -> int:
+        """Messages taken and not yet acknowledged."""
+
+    @property
+    def finished(self) -> int:
+        """Messages finished since the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullTuning:
+    """The engine's settings."""
+
+    batch: int
+    max_bytes: int
+    expires_s: float
+    heartbeat_s: float
+    limit: int
+    """Messages in flight at which pulling stops."""
+    gapless: bool
+    """Whether a hole in the chain of deliveries ends the session (it does where order matters)."""
+
+
+class _Slot:
+    """One standing pull and the subscription that it arrives on."""
+
+    __slots__ = ("inbox", "remaining", "sid", "unlimited")
+
+    def __init__(self) -> None:
+        self.sid = 0
+        self.inbox = b""
+        self.remaining = 0
+        self.unlimited = False
+
+
+class PullEngine:
+    """Keeps pulls standing on one consumer from `start` to `stop`.
+
+    `prepare` verifies the consumer and puts it to the position; it returns False when there is nothing to pull
+    (no partitions). Its errors are retried with backoff for as long as the engine runs.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        wire: Wire,
+        intake: Intake,
+        tuning: PullTuning,
+        metrics: Metrics,
+        health: Health,
+        *,
+        stream: str,
+        consumer: str,
+        prepare: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        self._connection = connection
+        self._wire = wire
+        self._intake = intake
+        self._tuning = tuning
+        self._metrics = metrics
+        self._health = health
+        self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}".encode()
+        self._consumer = consumer
+        self._prepare = prepare
+        self._batch = tuning.batch
+        self._slots: list[_Slot] = []
+        self._open = False
+        self._paused = False
+        self._hold_until_tick = False
+        self._expected = 0
+        self._heard = False
+        self._filled = 0
+        self._gaps = 0
+        self._reason = "start"
+        self._trouble = asyncio.Event()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._removers: list[Callable[[], None]] = []
+
+    async def start(self) -> None:
+        """Begin pulling; returns when the first session stands, or raises what `prepare` raised."""
+        pull = await self._prepare(self._reason)
+        if pull:
+            self._open_session()
+        self._removers = [self._wire.on_chunk(self.refill), self._connection.on_state(self._on_state)]
+        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        """Stop pulling at once; messages still on their way are dropped and will be delivered again."""
+        self._close_session()
+        for remove in self._removers:
+            remove()
+        self._removers = []
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    def pause(self) -> None:
+        """Close the session and stay closed until `resume`."""
+        self._paused = True
+        self._resumed.clear()
+        self._close_session()
+
+    def resume(self, *, prepared: bool, pull: bool = True, reason: str = "resumed") -> None:
+        """Go on after `pause`: at once when the consumer has been prepared, else through `prepare`."""
+        self._paused = False
+        self._resumed.set()
+        if prepared and not self._trouble.is_set():
+            if pull:
+                self._open_session()
+        else:
+            self.new_session(reason)
+
+    def new_session(self, reason: str) -> None:
+        """Close the session because its chain may be broken, and begin a new one."""
+        self._close_session()
+        if not self._trouble.is_set():
+            self._reason = reason
+            self._trouble.set()
+
+    def pull_now(self) -> None:
+        """Send a fresh pull even though others stand: a filter update only wakes a new request at once."""
+        if self._open and self._slots:
+            slot = min(self._slots, key=lambda s: s.remaining)
+            self._request(slot, max(1, min(self._batch, self._tuning.limit - self._intake.held)))
+
+    @property
+    def healthy(self) -> bool:
+        """Whether pulls stand, or deliberately do not."""
+        return self._open or self._paused
+
+    @property
+    def credit(self) -> int:
+        """Messages that the server may still send on standing pulls."""
+        return sum(slot.remaining for slot in self._slots)
+
+    @property
+    def batch(self) -> int:
+        """The present batch size."""
+        return self._batch
+
+    def refill(self) -> None:
+        """Send pulls for the room there is. Called after each chunk of input and after acknowledgements."""
+        if not self._open or self._hold_until_tick:
+            return
+        for slot in self._slots:
+            if slot.remaining <= 0:
+                size = pull_size(
+                    self._batch, limit=self._tuning.limit, inflight=self._intake.held, credit=self.credit
+                )
+                if not size:
+                    return
+                self._request(slot, size)
+
+    # ── session ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open_session(self) -> None:
+        self._close_session()
+        # RESET makes the server count from one again; without it (unordered) the chain is not checked.
+        self._expected = 1
+        self._heard = True
+        self._hold_until_tick = False
+        self._slots = []
+        for _ in range(_SLOTS):
+            slot = _Slot()
+            inbox = self._wire.new_inbox()
+            slot.inbox = inbox.encode()
+            slot.sid = self._wire.subscribe(inbox, self._sink_for(slot))
+            self._slots.append(slot)
+        self._open = True
+        self.refill()
+
+    def _close_session(self) -> None:
+        self._open = False
+        for slot in self._slots:
+            self._wire.unsubscribe(slot.sid)
+        self._slots = []
+
+    def _sink_for(self, slot: _Slot) -> Callable[[bytes, bytes, bytes | None, bytes], None]:
+        deliver = self._intake.deliver
+        gapless = self._tuning.gapless
+
+        def sink(subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
+            self._heard = True
+            if not reply:
+                self._on_status(slot, header or b"")
+                return
+            tokens = reply.split(b".")
+            base = 5 if len(tokens) == 9 else 7
+            counter = int(tokens[base + 1])
+            if counter != self._expected and gapless:
+                if self._open:
+                    self._gaps += 1
+                    self.new_session(f"delivery {self._expected} is missing, got {counter}")
+                return
+            self._expected = counter + 1
+            slot.remaining -= 1
+            if not slot.remaining:
+                self._filled += 1
+            deliver(subject, reply, header, payload, int(tokens[base]))
+
+        return sink
+
+    def _request(self, slot: _Slot, size: int) -> None:
+        body: dict[str, int] = {
+            "batch": size,
+            "expires": int(self._tuning.expires_s * 1e9),
+            "idle_heartbeat": int(self._tuning.heartbeat_s * 1e9),
+        }
+        if slot.unlimited:
+            slot.unlimited = False
+            body["batch"] = size = 1
+        elif self._tuning.max_bytes:
+            body["max_bytes"] = self._tuning.max_bytes
+        if self._wire.write(pub(self._next_subject, json.dumps(body).encode(), slot.inbox)):
+            slot.remaining += size
+            self._metrics.pull_requests.inc()
+
+    def _on_status(self, slot: _Slot, header: bytes) -> None:
+        code, text = status_of(header)
+        self._metrics.pull_status.inc(PULL_STATUS.get(code, "other"))
+        step = next_step(code, text)
+        if step is PullStep.ALIVE or not self._open:
+            return
+        # Two pulls may share a slot, so only what this one had left is written off.
+        left = parse_headers(header).get("Nats-Pending-Messages", "")
+        slot.remaining = max(0, slot.remaining - int(left)) if left.isdigit() else 0
+        if step is PullStep.PULL_LARGER:
+            slot.unlimited = True
+        elif step is PullStep.WAIT_FOR_ROOM:
+            self._hold_until_tick = True
+        elif step in {PullStep.NEW_SESSION, PullStep.RECREATE, PullStep.REFUSED}:
+            log = _log.error if step is PullStep.REFUSED else _log.warning
+            log("pull ended by the server", status=code, text=text, consumer=self._consumer, next=step.value)
+            self.new_session(f"{code} {text}".strip())
+
+    # ── supervision ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_state(self, state: ConnectionState, reason: str) -> None:
+        # Also on the way back up: the subscriptions of the old connection are gone.
+        self.new_session(f"connection {state.value}: {reason}")
+
+    async def _supervise(self) -> None:
+        """Bring a closed session back, for as long as the engine runs."""
+        delay = _RETRY_MIN_S
+        while True:
+            await self._trouble.wait()
+            await self._resumed.wait()
+            try:
+                await self._connection.wait_connected()
+            except ConnectionFailed:
+                return  # closed for good: whoever closed it knows
+            reason, opened = self._reason, False
+            self._trouble.clear()
+            try:
+                pull = await self._prepare(reason)
+                opened = not self._trouble.is_set() and not self._paused
+                if opened and pull:
+                    self._open_session()
+                    _log.info("pulling again", consumer=self._consumer, reason=reason)
+                self._health.clear(_SIGNAL)
+            except PartiError as error:
+                self._health.raise_signal(_SIGNAL, f"consumer {self._consumer} cannot be read: {error}")
+                _log.warning("consumer not ready, will try again", reason=reason, error=str(error))
+                self._reason = reason
+                self._trouble.set()
+            self._warn_of_rivals()
+            lasted = opened and await self._stays_open(_SETTLED_S)
+            delay = _RETRY_MIN_S if lasted else min(delay * 2, _RETRY_MAX_S)
+            if self._trouble.is_set() and delay > 2 * _RETRY_MIN_S:
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+
+    async def _stays_open(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._trouble.wait(), seconds)
+        except TimeoutError:
+            self._gaps = 0
+            return True
+        return False
+
+    def _warn_of_rivals(self) -> None:
+        if self._gaps >= _RIVAL_GAPS:
+            reason = (
+                f"deliveries of consumer {self._consumer} keep going elsewhere: another process seems to pull from "
+                f"it; give each worker its own worker_id"
+            )
+            self._health.raise_signal(_SIGNAL, reason)
+            _log.error("pull chain keeps breaking", reason=reason)
+
+    async def _watch(self) -> None:
+        """Adapt the batch, retry after "wait for room", and notice silence."""
+        loop = asyncio.get_running_loop()
+        finished, silent_s, looked_s = self._intake.finished, 0.0, loop.time()
+        while True:
+            await asyncio.sleep(_ADAPT_INTERVAL_S)
+            elapsed_s, looked_s = loop.time() - looked_s, loop.time()
+            self._hold_until_tick = False
+            load = Load(
+                finished=self._intake.finished - finished,
+                elapsed_s=elapsed_s,
+                waiting=self._intake.held,
+                filled_pulls=self._filled,
+            )
+            finished, self._filled = self._intake.finished, 0
+            self._batch = next_batch(self._batch, load, ceiling=max(1, self._tuning.limit // _SLOTS))
+            if self._heard or not self._open or not self.credit:
+                silent_s, self._heard = 0.0, False
+            else:
+                silent_s += _ADAPT_INTERVAL_S
+                if silent_s > 2 * self._tuning.heartbeat_s:
+                    silent_s = 0.0
+                    self._metrics.pull_missed_heartbeats.inc()
+                    self.new_session("two heartbeats missed")
+            self.refill()

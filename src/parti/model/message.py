@@ -1,0 +1,173 @@
+"""The message that a handler gets, and the context that is safe to log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import MappingProxyType
+
+from parti.model.partition import Partition
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class MessageContext:
+    """Where a message comes from and who handles it: everything but payload and headers, so safe to log."""
+
+    subject: str
+    partition_id: str
+    keys: Mapping[str, str]
+    stream: str
+    seq: int
+    worker_id: str
+    attempt: int
+    fence: int
+    received_at: datetime
+    published_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """What all messages of one partition share while one worker owns it."""
+
+    partition: Partition
+    stream: str
+    worker_id: str
+    fence: int = 0
+
+
+class Message:
+    """One message of a partition, as handed to a handler.
+
+    Headers, times and keys are worked out when they are asked for: most handlers need few of them.
+    """
+
+    __slots__ = ("_header", "_ownership", "attempt", "data", "received_s", "reply", "seq", "subject")
+
+    def __init__(
+        self,
+        subject: str,
+        data: bytes,
+        seq: int,
+        ownership: Ownership,
+        reply: bytes = b"",
+        header: bytes | None = None,
+        received_s: float = 0.0,
+    ) -> None:
+        self.subject = subject
+        self.data = data
+        self.seq = seq
+        self._ownership = ownership
+        self.reply = reply
+        self._header = header
+        self.received_s = received_s
+        self.attempt = 1
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The publisher's headers; of a repeated name the first value."""
+        return parse_headers(self._header) if self._header else _NO_HEADERS
+
+    @property
+    def raw_header(self) -> bytes | None:
+        """The header block as it came over the wire, or None."""
+        return self._header
+
+    @property
+    def partition(self) -> Partition:
+        """The partition: its `id` and the named `keys` of the template."""
+        return self._ownership.partition
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream that holds the message."""
+        return self._ownership.stream
+
+    @property
+    def worker_id(self) -> str:
+        """The worker that handles the message."""
+        return self._ownership.worker_id
+
+    @property
+    def fence(self) -> int:
+        """Token that grows with every change of owner; 0 while nothing claims partitions."""
+        return self._ownership.fence
+
+    @property
+    def received_at(self) -> datetime:
+        """When this worker received the message (UTC)."""
+        return datetime.fromtimestamp(self.received_s, UTC)
+
+    @property
+    def published_at(self) -> datetime:
+        """When the server stored the message (UTC)."""
+        return datetime.fromtimestamp(parse_reply(self.reply).timestamp_ns / 1e9, UTC)
+
+    @property
+    def deliveries(self) -> int:
+        """How often the server has delivered the message, this time included."""
+        return parse_reply(self.reply).deliveries
+
+    @property
+    def context(self) -> MessageContext:
+        """Everything but payload and headers."""
+        return MessageContext(
+            subject=self.subject,
+            partition_id=self.partition.id,
+            keys=self.partition.keys,
+            stream=self.stream,
+            seq=self.seq,
+            worker_id=self.worker_id,
+            attempt=self.attempt,
+            fence=self.fence,
+            received_at=self.received_at,
+            published_at=self.published_at,
+        )
+
+    def __repr__(self) -> str:
+        return f"Message(stream={self.stream!r}, seq={self.seq}, subject={self.subject!r}, {len(self.data)} bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyInfo:
+    """What the server writes into the acknowledgement subject of a delivery."""
+
+    deliveries: int
+    stream_seq: int
+    consumer_seq: int
+    timestamp_ns: int
+    pending: int
+
+
+def parse_reply(reply: bytes) -> ReplyInfo:
+    """Parse `$JS.ACK.…`, in the form with nine tokens or the one with domain and account hash.
+
+    Raises ValueError for anything else.
+    """
+    tokens = reply.split(b".")
+    if len(tokens) < 9 or tokens[0] != b"$JS" or tokens[1] != b"ACK":
+        raise ValueError(f"not an acknowledgement subject: {reply!r}")
+    base = 4 if len(tokens) == 9 else 6
+    deliveries, stream_seq, consumer_seq, timestamp_ns, pending = (int(t) for t in tokens[base : base + 5])
+    return ReplyInfo(deliveries, stream_seq, consumer_seq, timestamp_ns, pending)
+
+
+def parse_headers(block: bytes) -> dict[str, str]:
+    """Parse a NATS header block; malformed lines are left out, bytes that are not UTF-8 become U+FFFD."""
+    headers: dict[str, str] = {}
+    for line in block.split(b"\r\n")[1:]:
+        name, colon, value = line.partition(b":")
+        if colon and name:
+            headers.setdefault(name.strip().decode("utf-8", "replace"), value.strip().decode("utf-8", "replace"))
+    return headers
+
+
+def status_of(block: bytes) -> tuple[int, str]:
+    """Read code and description of a header block's first line; (0, "") when it carries no status."""
+    line, _, _ = block.partition(b"\r\n")
+    parts = line.split(b" ", 2)
+    if len(parts) < 2 or not parts[1].isdigit():
+        return 0, ""
+    return int(parts[1]), parts[2].decode("utf-8", "replace") if len(parts) > 2 else ""

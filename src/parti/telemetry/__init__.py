@@ -1,0 +1,13 @@
+"""What a running worker tells its operators: metrics, health and logs.
+
+Every metric is declared in `metrics`, every health signal passes through `Health`, and every log line through the
+redaction in `logs`. May import `errors`, `setting_types` and `version`, nothing else of parti.
+Invariant guarded here: telemetry never breaks or blocks the work it reports on, and never shows a secret.
+"""
+
+from parti.telemetry.health import Health
+from parti.telemetry.http import MetricsServer
+from parti.telemetry.logs import configure_logging
+from parti.telemetry.metrics import Metrics, metrics_reference
+
+__all__ = ["Health", "Metrics", "MetricsServer", "configure_logging", "metrics_reference"]

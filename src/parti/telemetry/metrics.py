@@ -1,0 +1,389 @@
+"""Every metric of parti, declared once.
+
+The hot path touches plain Python attributes (`metrics.messages.value += n`); prometheus-client only turns them into
+text when a scrape comes. `value += n` is not atomic across threads, so each instrument belongs to one thread: the
+runtime counts on its event loop only, never inside a handler's thread. Scrapes read from another thread and may be
+one message behind, which is harmless.
+
+Names, types and labels are promises to dashboards and alerts; a test locks them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from types import MappingProxyType
+from typing import ClassVar, TypeVar
+
+import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from parti.version import __version__
+
+_log = structlog.get_logger("parti.telemetry.metrics")
+
+PULL_STATUS: Mapping[int, str] = MappingProxyType(
+    {
+        100: "heartbeat",
+        400: "bad_request",
+        404: "no_messages",
+        408: "expired",
+        409: "conflict",
+        423: "wrong_pin",
+        503: "no_responders",
+    }
+)
+"""The label of each status that answers a pull; count others as `other`."""
+
+_HANDLER_BOUNDS_S = (
+    *(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+_UPDATE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class Instrument:
+    """What all instruments share: the exported name, its meaning, and the labels besides `worker`."""
+
+    __slots__ = ("help", "label", "name")
+    kind: ClassVar[str]
+
+    def __init__(self, name: str, help: str, label: str | None = None) -> None:
+        self.name = name
+        self.help = help
+        self.label = label
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the exported labels."""
+        return ("worker",) if self.label is None else ("worker", self.label)
+
+    def export(self, worker: str) -> Metric:
+        """Return the current state in prometheus-client's terms; called at scrape time."""
+        raise NotImplementedError
+
+
+class Counter(Instrument):
+    """A number that only grows: `counter.value += n` on the hot path, `inc` elsewhere."""
+
+    __slots__ = ("value",)
+    kind = "counter"
+
+    def __init__(self, name: str, help: str) -> None:
+        super().__init__(name, help)
+        self.value = 0
+
+    def inc(self, n: int = 1) -> None:
+        """Add `n`."""
+        self.value += n
+
+    def export(self, worker: str) -> Metric:
+        """Return one sample."""
+        family = CounterMetricFamily(self.name, self.help, labels=self.labels)
+        family.add_metric((worker,), self.value)
+        return family
+
+
+class LabelledCounter(Instrument):
+    """Counters told apart by one label with few values.
+
+    Declared values exist from the start, so that their rates are defined; others appear when first counted. For a
+    hot path, keep what `child` returns and add to its `value`. If not exported, counting is accepted and dropped.
+    """
+
+    __slots__ = ("_children", "_dropped", "exported")
+    kind = "counter"
+
+    def __init__(
+        self, name: str, help: str, label: str, values: Iterable[str] = (), *, exported: bool = True
+    ) -> None:
+        super().__init__(name, help, label)
+        self.exported = exported
+        self._dropped = Counter(name, help)
+        self._children = {value: Counter(name, help) for value in values}
+
+    def child(self, value: str) -> Counter:
+        """Return the counter of one label value, made when first asked for."""
+        if not self.exported:
+            return self._dropped
+        counter = self._children.get(value)
+        if counter is None:
+            counter = self._children[value] = Counter(self.name, self.help)
+        return counter
+
+    def inc(self, value: str, n: int = 1) -> None:
+        """Add `n` to the counter of one label value."""
+        self.child(value).value += n
+
+    def remove(self, value: str) -> None:
+        """Stop exporting one label value, such as a partition that moved away."""
+        self._children.pop(value, None)
+
+    def export(self, worker: str) -> Metric:
+        """Return one sample for each label value."""
+        family = CounterMetricFamily(self.name, self.help, labels=self.labels)
+        for value, counter in list(self._children.items()):
+            family.add_metric((worker, value), counter.value)
+        return family
+
+
+class Gauge(Instrument):
+    """A number that goes up and down: set `value`, or let a probe compute it at scrape time."""
+
+    __slots__ = ("_probe_failed", "probe", "value")
+    kind = "gauge"
+
+    def __init__(self, name: str, help: str) -> None:
+        super().__init__(name, help)
+        self.value: float = 0
+        self.probe: Callable[[], float] | None = None
+        self._probe_failed = False
+
+    def export(self, worker: str) -> Metric:
+        """Return one sample; none if the probe fails, which is logged once and never breaks the scrape."""
+        family = GaugeMetricFamily(self.name, self.help, labels=self.labels)
+        try:
+            family.add_metric((worker,), float(self.value if self.probe is None else self.probe()))
+        except Exception:
+            if not self._probe_failed:
+                self._probe_failed = True
+                _log.exception("metric probe failed", metric=self.name)
+        return family
+
+
+class StateGauge(Instrument):
+    """Which of a few states holds: 1 for the current one, 0 for the others, all 0 before the first `set`."""
+
+    __slots__ = ("current", "states")
+    kind = "gauge"
+
+    def __init__(self, name: str, help: str, label: str, states: tuple[str, ...]) -> None:
+        super().__init__(name, help, label)
+        self.states = states
+        self.current: str | None = None
+
+    def set(self, state: str) -> None:
+        """Make `state` the current one; raises ValueError for a state that was not declared."""
+        if state not in self.states:
+            raise ValueError(f"{self.name} has no state {state!r}; expected one of {', '.join(self.states)}")
+        self.current = state
+
+    def export(self, worker: str) -> Metric:
+        """Return one sample for each state."""
+        family = GaugeMetricFamily(self.name, self.help, labels=self.labels)
+        current = self.current
+        for state in self.states:
+            family.add_metric((worker, state), float(state == current))
+        return family
+
+
+class Histogram(Instrument):
+    """Counts observations in buckets with fixed upper bounds."""
+
+    __slots__ = ("bounds", "counts", "sum")
+    kind = "histogram"
+
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
+        super().__init__(name, help)
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count `value` in its bucket; on the event loop only."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def export(self, worker: str) -> Metric:
+        """Return the cumulative buckets and the sum."""
+        family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
+        names = [*(str(bound) for bound in self.bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(list(self.counts)), strict=True))
+        family.add_metric((worker,), buckets, self.sum)
+        return family
+
+
+_I = TypeVar("_I", bound=Instrument)
+
+
+class Metrics(Collector):
+    """All instruments of one worker; `registry` exposes them to prometheus-client.
+
+    Collecting never raises and never blocks the event loop. Use one per registry, since a registry cannot hold
+    the same names twice.
+    """
+
+    def __init__(self, worker_id: str, *, per_partition: bool = False) -> None:
+        self.worker_id = worker_id
+        self._instruments: dict[str, Instrument] = {}
+        self._declare_consumer()
+        self._declare_handlers(per_partition)
+        self._declare_pulls()
+        self._declare_worker()
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def _declare_consumer(self) -> None:
+        add = self._add
+        self.messages = add(Counter("parti_consumer_messages_total", "Messages received from the server."))
+        self.redeliveries = add(
+            Counter("parti_consumer_redeliveries_total", "Messages received that had been delivered before.")
+        )
+        self.skipped = add(
+            Counter(
+                "parti_consumer_skipped_total",
+                "Deliveries below the position, acknowledged without being handled again.",
+            )
+        )
+        self.inflight = add(
+            Gauge("parti_consumer_inflight", "Messages received and not yet acknowledged or given back.")
+        )
+        self.update_duration = add(
+            Histogram(
+                "parti_consumer_update_duration_seconds",
+                "Time that an update of the consumer's subjects took.",
+                _UPDATE_BOUNDS_S,
+            )
+        )
+        self.subject_count = add(Gauge("parti_consumer_subject_count", "Subjects in the consumer's filter."))
+        self.update_failures = add(
+            Counter("parti_consumer_update_failures_total", "Consumer updates that failed after all tries.")
+        )
+        self.update_skipped = add(
+            Counter("parti_consumer_update_skipped_total", "Consumer updates not sent: nothing had changed.")
+        )
+        self.update_changes = add(
+            LabelledCounter(
+                "parti_consumer_update_changes_total",
+                "Subjects added to and removed from the consumer.",
+                "change",
+                ("added", "removed"),
+            )
+        )
+        self.duplicate_subjects = add(
+            Counter(
+                "parti_consumer_duplicate_subjects_total",
+                "Anomaly: subjects found more than once where each must be unique.",
+            )
+        )
+        self.recreated = add(
+            Counter("parti_consumer_recreated_total", "Times the consumer was gone and was made again.")
+        )
+        self.resets = add(
+            LabelledCounter("parti_consumer_resets_total", "Times the consumer was set back to a position.", "reason")
+        )
+
+    def _declare_handlers(self, per_partition: bool) -> None:
+        add = self._add
+        self.handler_latency = add(
+            Histogram(
+                "parti_handler_latency_seconds",
+                "Time from the start of a handler call to its end.",
+                _HANDLER_BOUNDS_S,
+            )
+        )
+        self.handler_failures = add(
+            LabelledCounter(
+                "parti_handler_failures_total",
+                "Handler calls that failed, by what followed.",
+                "outcome",
+                ("retry", "dead_letter", "timeout", "reject"),
+            )
+        )
+        self.handler_running = add(Gauge("parti_handler_running", "Handler calls running now."))
+        self.lane_depth = add(Gauge("parti_lane_depth", "Messages waiting in lanes for their handler."))
+        self.lane_count = add(Gauge("parti_lane_count", "Lanes, one for each active partition."))
+        self.dead_letters = add(Counter("parti_dead_letters_total", "Messages published as dead letters."))
+        self.acks = add(Counter("parti_acks_total", "Acknowledgements sent."))
+        self.partition_messages = add(
+            LabelledCounter(
+                "parti_partition_messages_total",
+                "Messages received by partition; only with metrics_per_partition.",
+                "partition",
+                exported=per_partition,
+            )
+        )
+
+    def _declare_pulls(self) -> None:
+        add = self._add
+        self.pull_healthy = add(Gauge("parti_pull_healthy", "1 while pulls are answered or heartbeats come."))
+        self.pull_requests = add(Counter("parti_pull_requests_total", "Pull requests sent."))
+        self.pull_status = add(
+            LabelledCounter(
+                "parti_pull_status_total",
+                "Status messages that answered a pull.",
+                "status",
+                (*PULL_STATUS.values(), "other"),
+            )
+        )
+        self.pull_missed_heartbeats = add(
+            Counter("parti_pull_missed_heartbeats_total", "Times that idle heartbeats stayed away.")
+        )
+        self.pull_batch_size = add(Gauge("parti_pull_batch_size", "Messages that one pull request asks for."))
+        self.pull_credit = add(Gauge("parti_pull_credit", "Messages asked for and not yet received."))
+
+    def _declare_worker(self) -> None:
+        add = self._add
+        self.progress_writes = add(Counter("parti_progress_writes_total", "Writes of changed positions."))
+        self.progress_failures = add(Counter("parti_progress_failures_total", "Such writes that failed."))
+        self.connection_state = add(
+            StateGauge(
+                "parti_connection_state",
+                "1 for the current state of the connection.",
+                "state",
+                ("connected", "suspended", "lost"),
+            )
+        )
+        self.reconnects = add(Counter("parti_reconnects_total", "Times the connection came back."))
+        self.build_info = add(
+            StateGauge("parti_build_info", "Always 1; the label tells the version.", "version", (__version__,))
+        )
+        self.build_info.set(__version__)
+
+    def _add(self, instrument: _I) -> _I:
+        assert instrument.name not in self._instruments, instrument.name
+        self._instruments[instrument.name] = instrument
+        return instrument
+
+    @property
+    def declared(self) -> tuple[Instrument, ...]:
+        """All instruments in the order of their declaration, exported or not."""
+        return tuple(self._instruments.values())
+
+    def set_probe(self, name: str, probe: Callable[[], float]) -> None:
+        """Let `probe` compute the gauge `name` (its exported name) at each scrape.
+
+        It runs in the scrape's thread, so it must only read. Raises KeyError for a name that is not a gauge.
+        """
+        gauge = self._instruments.get(name)
+        if not isinstance(gauge, Gauge):
+            raise KeyError(f"no gauge named {name!r}")
+        gauge.probe = probe
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current state of every exported metric."""
+        for instrument in self._instruments.values():
+            if not isinstance(instrument, LabelledCounter) or instrument.exported:
+                yield instrument.export(self.worker_id)
+
+
+def metrics_reference() -> str:
+    """Return the reference page of all metrics as Markdown, derived from the declarations."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated by `docs/generate.py` from `parti.telemetry.metrics`; do not edit.",
+        "",
+        "Served at `/metrics` when `metrics_port` is set. The label `worker` is the `worker_id`.",
+        "",
+        "| metric | type | labels | meaning |",
+        "|---|---|---|---|",
+    ]
+    for each in Metrics("reference", per_partition=True).declared:
+        labels = ", ".join(f"`{label}`" for label in each.labels)
+        lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.help} |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,54 @@
+"""Acknowledgements, gathered and written once per turn of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from parti.jetstream.wire import Wire
+from parti.telemetry.metrics import Metrics
+
+
+class AckWriter:
+    """Sends acknowledgements in as few writes as possible.
+
+    While there is no connection they are dropped: the server will deliver those messages again, and their lane
+    recognises them as finished.
+    """
+
+    def __init__(self, wire: Wire, metrics: Metrics, after_flush: Callable[[], None]) -> None:
+        self._wire = wire
+        self._acks = metrics.acks
+        self._after_flush = after_flush
+        self._pending: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+
+    def ack(self, reply: bytes) -> None:
+        """Acknowledge a message: it is finished."""
+        pending = self._pending
+        if not pending:
+            self._loop.call_soon(self.flush)
+        pending.append(b"PUB %b 4\r\n+ACK\r\n" % reply)
+
+    def in_progress(self, reply: bytes) -> None:
+        """Tell the server that a message is still being worked on."""
+        self._send(b"PUB %b 4\r\n+WPI\r\n" % reply)
+
+    def give_back(self, reply: bytes, delay_s: float) -> None:
+        """Ask the server to deliver a message again after a delay."""
+        body = b'-NAK {"delay": %d}' % int(delay_s * 1e9)
+        self._send(b"PUB %b %d\r\n%b\r\n" % (reply, len(body), body))
+
+    def _send(self, command: bytes) -> None:
+        if not self._pending:
+            self._loop.call_soon(self.flush)
+        self._pending.append(command)
+
+    def flush(self) -> None:
+        """Write what has gathered."""
+        pending = self._pending
+        if pending:
+            self._pending = []
+            self._acks.value += len(pending)
+            self._wire.write(b"".join(pending))
+            self._after_flush()

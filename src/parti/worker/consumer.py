@@ -1,0 +1,361 @@
+"""The one durable pull consumer of a worker, and the subjects it carries.
+
+There is a single way to (re)gain a partition, used at start, after an update, after a reconnect and when somebody
+deleted the consumer: with no pull standing, RESET the consumer to the lowest position that is not finished, give it
+its filter, and pull. RESET comes first, so that a crash in between leaves a consumer that starts too early (its
+messages are recognised as finished) and never one that starts too late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from parti.config import Settings
+from parti.core.consumer_config import ConsumerTuning, build_config, consumer_name
+from parti.core.filters import FilterDiff, FilterSet, build_filters, diff_filters
+from parti.core.progress import Progress, summarise
+from parti.errors import ConfigError, NotFound, PartiError, SubjectMismatch
+from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
+from parti.jetstream.connection import Connection
+from parti.jetstream.pull import PullEngine, PullTuning
+from parti.jetstream.wire import Wire
+from parti.model.partition import Partition, PartitionLike, Template
+from parti.model.subjects import within
+from parti.telemetry.health import Health
+from parti.telemetry.metrics import Metrics
+from parti.worker.lanes import Lanes
+
+_log = structlog.get_logger("parti.consumer")
+
+_RETRY_MIN_S, _RETRY_MAX_S = 0.1, 2.0
+_SIGNAL = "consumer-update"
+_PROBES_AT_ONCE = 32
+_NOTHING = FilterSet({}, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerPorts:
+    """What the consumer works with."""
+
+    api: JetStreamApi
+    connection: Connection
+    wire: Wire
+    lanes: Lanes
+    metrics: Metrics
+    health: Health
+
+
+class WorkerConsumer:
+    """Owns the consumer `<prefix>-<workerID>` and the pull engine on it.
+
+    `update_worker_consumer` may be called at any time and as often as one likes: calls are coalesced, the newest
+    set wins, and a failure leaves the last good set active.
+    """
+
+    def __init__(
+        self,
+        ports: ConsumerPorts,
+        settings: Settings,
+        template: Template,
+        stream: StreamInfo,
+        progress: Progress,
+    ) -> None:
+        self._ports = ports
+        self._settings = settings
+        self._template = template
+        self._stream = stream
+        self._baseline = progress
+        self._name = consumer_name(settings.prefix, settings.worker_id)
+        self._applied = _NOTHING
+        self._wanted = _NOTHING
+        self._wanted_version = 0
+        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._updater: asyncio.Task[None] | None = None
+        self._last_update_s = float("-inf")
+        self._failures = 0
+        self._existed = False
+        self._starts: dict[str, int] = {}
+        self._lock = asyncio.Lock()
+        self.engine = PullEngine(
+            ports.connection,
+            ports.wire,
+            ports.lanes,
+            _pull_tuning(settings),
+            ports.metrics,
+            ports.health,
+            stream=stream.name,
+            consumer=self._name,
+            prepare=self._prepare,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name and durable name of the consumer."""
+        return self._name
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The subjects that the consumer carries now."""
+        return self._applied.subjects
+
+    async def start(self, partitions: Iterable[PartitionLike]) -> None:
+        """Create or take up the consumer with these partitions and begin to pull."""
+        filters = self._build(partitions)
+        await self._load_consumer(filters)
+        self._own(filters)
+        self._applied = self._wanted = filters
+        await self.engine.start()
+        self._applied_ok(filters, diff_filters((), filters.subjects))
+
+    async def stop(self) -> None:
+        """Stop pulling; the consumer stays on the server, where the next start finds it."""
+        if self._updater:
+            self._updater.cancel()
+            await asyncio.gather(self._updater, return_exceptions=True)
+        await self.engine.stop()
+
+    def summarise(self, writer: str) -> Progress:
+        """The positions as of now."""
+        lanes = self._ports.lanes
+        return summarise(
+            stream=self._stream.name,
+            stream_created=self._stream.created,
+            floor=lanes.floor,
+            covered=self._applied.subjects,
+            lanes=lanes.positions(),
+            retired=lanes.retired,
+            writer=writer,
+        )
+
+    # ── updates ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def update_worker_consumer(self, worker_id: str, partitions: Iterable[PartitionLike]) -> None:
+        """Make the consumer carry exactly these partitions.
+
+        Returns when they, or a newer set, are in force. Raises `ConfigError` (too many subjects, overlap, outside
+        the stream) before anything changes, or the last error when the server refused all attempts; the previous
+        set stays active then.
+        """
+        if worker_id != self._settings.worker_id:
+            raise ConfigError(f"this consumer belongs to worker {self._settings.worker_id!r}, not to {worker_id!r}")
+        filters = self._build(partitions)
+        if self._updater is None and diff_filters(self._applied.subjects, filters.subjects).empty:
+            self._ports.metrics.update_skipped.inc()
+            return
+        self._wanted = filters
+        self._wanted_version += 1
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((self._wanted_version, done))
+        if self._updater is None:
+            self._updater = asyncio.create_task(self._update())
+        await done
+
+    def _build(self, partitions: Iterable[PartitionLike]) -> FilterSet:
+        filters = build_filters(self._template.partitions(partitions), max_subjects=self._settings.max_subjects)
+        for subject in filters.partitions:
+            if not within(subject, self._stream.subjects):
+                raise SubjectMismatch(
+                    f"subject {subject!r} is outside stream {self._stream.name!r}, which takes "
+                    f"{', '.join(self._stream.subjects) or 'nothing'}; correct the template or the stream"
+                )
+        if filters.duplicates:
+            self._ports.metrics.duplicate_subjects.inc(filters.duplicates)
+            _log.warning("partitions were named more than once", duplicates=filters.duplicates)
+        return filters
+
+    async def _update(self) -> None:
+        """Apply the newest wanted set until there is no newer one."""
+        applied_version = 0
+        try:
+            while applied_version < self._wanted_version:
+                pause_s = self._last_update_s + self._settings.update_min_interval_s - time.monotonic()
+                if pause_s > 0:
+                    await asyncio.sleep(pause_s)
+                applied_version, error = await self._apply_newest()
+                self._answer(applied_version, error)
+        finally:
+            self._updater = None
+            self._answer(self._wanted_version, ConfigError("the worker is stopping"))
+
+    async def _apply_newest(self) -> tuple[int, PartiError | None]:
+        delay = _RETRY_MIN_S
+        failure: PartiError | None = None
+        for attempt in range(1, self._settings.update_attempts + 1):
+            # Re-read at each attempt: a newer set wins over one that is still being tried.
+            version, filters = self._wanted_version, self._wanted
+            diff = diff_filters(self._applied.subjects, filters.subjects)
+            if diff.empty:
+                self._ports.metrics.update_skipped.inc()
+                return version, None
+            try:
+                await self._apply(filters, diff)
+                return version, None
+            except PartiError as error:
+                failure = error
+                _log.warning(
+                    "consumer update failed",
+                    attempt=attempt,
+                    added=diff.added[:20],
+                    removed=diff.removed[:20],
+                    error=str(error),
+                )
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+            delay = min(delay * 2, _RETRY_MAX_S)
+        self._update_failed(failure)
+        return self._wanted_version, failure
+
+    async def _apply(self, filters: FilterSet, diff: FilterDiff) -> None:
+        """Bring one set into force, or leave the previous one in force and raise."""
+        started = time.monotonic()
+        self._last_update_s = started
+        previous = self._applied
+        async with self._lock:
+            self.engine.pause()
+            try:
+                self._own(filters)
+                self._applied = filters
+                pull = await self._settle_on(filters, diff, reason="update")
+            except BaseException:
+                self._own(previous)
+                self._applied = previous
+                self.engine.resume(prepared=False, reason="update failed")
+                raise
+            self.engine.resume(prepared=True, pull=pull)
+        self._last_update_s = time.monotonic()
+        self._ports.metrics.update_duration.observe(self._last_update_s - started)
+        self._applied_ok(filters, diff)
+
+    def _applied_ok(self, filters: FilterSet, diff: FilterDiff) -> None:
+        metrics = self._ports.metrics
+        self._failures = 0
+        self._ports.health.clear(_SIGNAL)
+        metrics.subject_count.value = len(filters.partitions)
+        metrics.update_changes.inc("added", len(diff.added))
+        metrics.update_changes.inc("removed", len(diff.removed))
+        _log.info(
+            "consumer carries", subjects=len(filters.partitions), added=len(diff.added), removed=len(diff.removed)
+        )
+
+    def _update_failed(self, error: PartiError | None) -> None:
+        self._failures += 1
+        self._ports.metrics.update_failures.inc()
+        if self._failures >= self._settings.update_failure_threshold:
+            self._ports.health.raise_signal(_SIGNAL, f"{self._failures} consumer updates failed in a row: {error}")
+
+    def _answer(self, version: int, error: PartiError | None) -> None:
+        for waiting_for, future in self._waiters:
+            if waiting_for <= version and not future.done():
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+        self._waiters = [(v, f) for v, f in self._waiters if not f.done()]
+
+    # ── the one way to gain partitions ────────────────────────────────────────────────────────────────────────
+
+    async def _prepare(self, reason: str) -> bool:
+        """Verify the consumer and put it to the position; the engine calls this before each session."""
+        async with self._lock:
+            return await self._settle_on(self._applied, FilterDiff((), ()), reason=reason)
+
+    async def _settle_on(self, filters: FilterSet, diff: FilterDiff, *, reason: str) -> bool:
+        """RESET to the lowest unfinished position, then set the filter; False when there is nothing to pull."""
+        lanes, api = self._ports.lanes, self._ports.api
+        subjects = filters.subjects or (self._placeholder(),)
+        oldest = await self._first_unfinished(diff.added, filters.partitions) if self._existed else None
+        target = lanes.floor if oldest is None else min(oldest, lanes.floor)
+        info = await self._find()
+        if info is None:
+            rewind = target > 1
+            info = await api.put_consumer(
+                self._stream.name, build_config(self._name, subjects, self._tuning()), action="create"
+            )
+            if self._existed:
+                self._ports.metrics.recreated.inc()
+                _log.warning("consumer was gone and is made again", consumer=self._name, at=target, reason=reason)
+        else:
+            rewind = self._settings.ordered or oldest is not None
+        if rewind:
+            await api.reset_consumer(self._stream.name, self._name, target)
+            self._ports.metrics.resets.inc("update" if reason == "update" else "session")
+        self._existed = True
+        config = build_config(self._name, subjects, self._tuning(), existing=info.config)
+        if info.subjects != tuple(sorted(subjects)) or any(info.config.get(k) != v for k, v in config.items()):
+            await api.put_consumer(self._stream.name, config, action="update")
+        return bool(filters.partitions)
+
+    async def _find(self) -> ConsumerInfo | None:
+        try:
+            return await self._ports.api.consumer_info(self._stream.name, self._name)
+        except NotFound:
+            return None
+
+    async def _load_consumer(self, filters: FilterSet) -> None:
+        """Work out where each partition starts, from the progress record and an existing consumer."""
+        api = self._ports.api
+        info = await self._find()
+        self._existed = info is not None
+        if info is not None:
+            self._baseline = self._baseline.raised(info.subjects, info.ack_floor)
+        fresh = info is None and not self._baseline.covered and not self._baseline.positions
+        lanes = self._ports.lanes
+        if fresh:
+            lanes.next_seq = 1
+            if self._settings.start == "new":
+                lanes.next_seq = (await api.stream_info(self._stream.name)).last_seq + 1
+            return
+        unknown = [s for s, p in filters.partitions.items() if self._baseline.position(p.id, s) == 0]
+        oldest = await self._first_unfinished(unknown, filters.partitions)
+        known = [self._baseline.position(p.id, s) for s, p in filters.partitions.items() if s not in unknown]
+        candidates = [self._baseline.floor, *known] if known else [self._stream.last_seq + 1]
+        lanes.next_seq = max(1, min(candidates if oldest is None else [*candidates, oldest]))
+
+    async def _first_unfinished(self, subjects: Iterable[str], partitions: Mapping[str, Partition]) -> int | None:
+        """Lowest sequence, over newly gained subjects, of a message at or after its partition's position."""
+        api, name = self._ports.api, self._stream.name
+        room = asyncio.Semaphore(_PROBES_AT_ONCE)
+        end = (await api.stream_info(name)).last_seq + 1 if self._settings.start == "new" else 0
+
+        async def probe(subject: str) -> int | None:
+            partition_id = partitions[subject].id
+            start = self._position(partition_id, subject)
+            if not start and end:
+                start = self._starts[partition_id] = end
+            async with room:
+                return await api.next_on_subject(name, subject, max(1, start))
+
+        found = await asyncio.gather(*(probe(s) for s in subjects))
+        return min((seq for seq in found if seq is not None), default=None)
+
+    def _own(self, filters: FilterSet) -> None:
+        self._ports.lanes.own(filters.partitions, self._position)
+
+    def _position(self, partition_id: str, subject: str) -> int:
+        retired = self._ports.lanes.retired.get(partition_id, 0)
+        return max(retired, self._starts.get(partition_id, 0), self._baseline.position(partition_id, subject))
+
+    def _placeholder(self) -> str:
+        """A subject inside the stream that nobody publishes: an empty filter would mean every subject."""
+        keys = dict.fromkeys(self._template.keys, f"_none_{self._name}")
+        return self._template.partition(keys).subject
+
+    def _tuning(self) -> ConsumerTuning:
+        s = self._settings
+        return ConsumerTuning(s.ack_wait_s, s.max_ack_pending, s.max_waiting, s.inactive_threshold_s)
+
+
+def _pull_tuning(settings: Settings) -> PullTuning:
+    return PullTuning(
+        batch=settings.pull_batch,
+        max_bytes=settings.pull_max_bytes,
+        expires_s=settings.pull_expires_s,
+        heartbeat_s=settings.pull_heartbeat_s,
+        limit=max(1, int(settings.backpressure * settings.max_ack_pending)),
+        gapless=settings.ordered,
+    )

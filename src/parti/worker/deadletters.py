@@ -1,0 +1,99 @@
+"""The dead-letter stream: where a message goes that no attempt could handle, with its story in the headers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import structlog
+
+from parti.errors import ConfigError, PartiError
+from parti.jetstream.api import JetStreamApi
+from parti.model.message import Message
+from parti.telemetry.health import Health
+
+_log = structlog.get_logger("parti.deadletters")
+_RETRY_MIN_S, _RETRY_MAX_S = 0.2, 5.0
+_HEADER_ROOM = 1024
+_SIGNAL = "dead-letters"
+
+
+class DeadLetterStream:
+    """Publishes to `<subject>.<origin stream>.<origin subject>`.
+
+    A message is de-duplicated by origin stream and sequence, so a retry after an unknown outcome adds nothing.
+    While the stream does not take messages, `send` keeps trying and the lane waits: nothing is lost, and the
+    health signal `dead-letters` says so.
+    """
+
+    def __init__(
+        self, api: JetStreamApi, health: Health, *, subject: str, max_payload: int, omit_large: bool
+    ) -> None:
+        self._api = api
+        self._health = health
+        self._subject = subject
+        self._max_payload = max_payload
+        self._omit_large = omit_large
+
+    @classmethod
+    async def open(
+        cls,
+        api: JetStreamApi,
+        health: Health,
+        *,
+        stream: str,
+        subject: str,
+        replicas: int,
+        max_payload: int,
+        omit_large: bool,
+    ) -> DeadLetterStream:
+        """Open the stream, creating it when it is missing.
+
+        `omit_large`: a payload that leaves no room for the headers may be left out, because the origin keeps it.
+        """
+        info = await api.ensure_stream(
+            {"name": stream, "subjects": [f"{subject}.>"], "storage": "file", "num_replicas": replicas}
+        )
+        if f"{subject}.>" not in info.subjects:
+            raise ConfigError(
+                f"stream {stream!r} exists but does not take {subject + '.>'!r}; "
+                f"choose another dead_letter_stream or dead_letter_subject"
+            )
+        return cls(api, health, subject=subject, max_payload=max_payload, omit_large=omit_large)
+
+    async def send(self, message: Message, reason: str) -> None:
+        """Store the message as a dead letter; returns only when the server has it."""
+        headers, payload = self._letter(message, reason)
+        delay = _RETRY_MIN_S
+        while True:
+            try:
+                await self._api.publish(
+                    f"{self._subject}.{message.stream}.{message.subject}", payload, headers=headers
+                )
+                self._health.clear(_SIGNAL)
+                return
+            except PartiError as error:
+                self._health.raise_signal(_SIGNAL, f"dead letters cannot be stored: {error}")
+                _log.error("dead letter not stored, will try again", seq=message.seq, error=str(error), delay_s=delay)
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+            delay = min(delay * 2, _RETRY_MAX_S)
+
+    def _letter(self, message: Message, reason: str) -> tuple[dict[str, str], bytes]:
+        # Headers that steer the server (ids, expectations, TTL) belonged to the first publish.
+        headers = {k: v for k, v in message.headers.items() if not k.lower().startswith("nats-")}
+        headers |= {
+            "Nats-Msg-Id": f"{message.stream}:{message.seq}:{message.published_at.timestamp():.6f}",
+            "Parti-Stream": message.stream,
+            "Parti-Sequence": str(message.seq),
+            "Parti-Subject": message.subject,
+            "Parti-Partition": message.partition.id,
+            "Parti-Error": " ".join(reason.split()),
+            "Parti-Attempts": str(message.attempt),
+            "Parti-Worker": message.worker_id,
+            "Parti-Published": message.published_at.isoformat(),
+        }
+        size = sum(len(k.encode()) + len(v.encode()) + 4 for k, v in headers.items())
+        if self._omit_large and size + len(message.data) + _HEADER_ROOM > self._max_payload:
+            headers["Parti-Payload"] = f"left out: {len(message.data)} bytes, still in the origin stream"
+            return headers, b""
+        return headers, message.data

@@ -1,0 +1,43 @@
+"""A worker as a process: signals, draining and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import structlog
+
+from parti.worker.worker import Worker
+
+_log = structlog.get_logger("parti.process")
+
+
+async def serve(worker: Worker) -> int:
+    """Run a worker until SIGTERM or SIGINT, then drain; a second signal leaves at once.
+
+    Returns the exit code: 0 when everything was finished and stored, 1 when something was left to be delivered
+    again.
+    """
+    loop = asyncio.get_running_loop()
+    leave = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if leave.is_set():
+            _log.warning("second signal: leaving at once", signal=number.name)
+            os._exit(128 + number)
+        _log.info("draining: no new messages, running handlers finish", signal=number.name)
+        leave.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    starting = asyncio.create_task(worker.start())
+    waiting = asyncio.create_task(leave.wait())
+    await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+    await asyncio.gather(starting, return_exceptions=leave.is_set())
+    await leave.wait()
+    clean = await worker.stop()
+    _log.info("worker left", finished=worker.finished, clean=clean)
+    return 0 if clean else 1

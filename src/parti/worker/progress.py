@@ -1,0 +1,99 @@
+"""Keeps a worker's positions in the control bucket: one small record, written in batches, by compare-and-set."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from parti.core.progress import Progress, decode_progress, encode_progress
+from parti.errors import PartiError, WrongRevision
+from parti.jetstream.api import StreamInfo
+from parti.jetstream.kv import Bucket
+from parti.telemetry.health import Health
+from parti.telemetry.metrics import Metrics
+
+_log = structlog.get_logger("parti.progress")
+_SIGNAL = "progress"
+
+
+class ProgressKeeper:
+    """Loads and stores `progress.<worker>`.
+
+    A write that fails is tried again at the next turn with newer positions; the health signal `progress` says so
+    in the meantime. Losing a write costs repeats after a crash, never a message.
+    """
+
+    def __init__(self, bucket: Bucket, worker_id: str, metrics: Metrics, health: Health) -> None:
+        self._bucket = bucket
+        self._key = f"progress.{worker_id}"
+        self._metrics = metrics
+        self._health = health
+        self._writer = uuid.uuid4().hex
+        self._revision = 0
+        self._written: Progress | None = None
+
+    async def load(self, stream: StreamInfo) -> Progress:
+        """Read the record; a fresh one when there is none, or when it does not belong to this very stream."""
+        fresh = Progress(stream=stream.name, stream_created=stream.created, writer=self._writer)
+        entry = await self._bucket.get(self._key)
+        if entry is None:
+            return fresh
+        self._revision = entry.revision
+        try:
+            found = decode_progress(entry.value)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            _log.error("progress record is unreadable and ignored", key=self._key, error=str(error))
+            return fresh
+        if (found.stream, found.stream_created) != (stream.name, stream.created):
+            _log.warning(
+                "progress record belongs to another stream and is ignored", key=self._key, stream=found.stream
+            )
+            return fresh
+        if found.highest > stream.last_seq + 1:
+            _log.error(
+                "progress is ahead of the stream, as after a restore from backup; starting over",
+                position=found.highest,
+                last_seq=stream.last_seq,
+            )
+            return fresh
+        return found
+
+    async def save(self, summarise: Callable[[str], Progress]) -> bool:
+        """Store the positions if they changed; True when they are stored (or were already)."""
+        progress = summarise(self._writer)
+        if progress == self._written:
+            return True
+        try:
+            self._revision = await self._bucket.put(self._key, encode_progress(progress), revision=self._revision)
+        except WrongRevision:
+            await self._adopt()
+            return False
+        except PartiError as error:
+            self._failed(f"positions cannot be stored: {error}")
+            return False
+        self._written = progress
+        self._metrics.progress_writes.inc()
+        self._health.clear(_SIGNAL)
+        return True
+
+    async def _adopt(self) -> None:
+        """Another revision is stored: our own write whose answer got lost, or another process with our id."""
+        try:
+            entry = await self._bucket.get(self._key)
+            self._revision = entry.revision if entry else 0
+            foreign = entry is not None and decode_progress(entry.value).writer != self._writer
+        except (PartiError, msgspec.ValidationError, msgspec.DecodeError) as error:
+            self._failed(f"positions cannot be stored: {error}")
+            return
+        if foreign:
+            self._failed(
+                f"another process writes {self._key}: two workers with the same worker_id; give each its own"
+            )
+
+    def _failed(self, reason: str) -> None:
+        self._metrics.progress_failures.inc()
+        self._health.raise_signal(_SIGNAL, reason)
+        _log.warning("progress not stored", reason=reason)

@@ -1,0 +1,331 @@
+"""Runners call handlers: coroutine functions on the event loop, plain functions in threads.
+
+A message that is handled without waiting costs no task, no future and no thread switch of its own: one runner
+works through all ready lanes, and only when its handler really waits does another one take over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
+
+import structlog
+
+from parti.core.lane import Lane, Phase
+from parti.core.retry import HandlerTimeout
+from parti.model.message import Message
+from parti.worker.lanes import Lanes
+
+_log = structlog.get_logger("parti.runners")
+
+AsyncHandler: TypeAlias = Callable[[Message], Awaitable[Any]]
+PlainHandler: TypeAlias = Callable[[Message], Any]
+Handler: TypeAlias = AsyncHandler | PlainHandler
+
+_SLICE = 64
+"""Messages handled before the event loop gets its turn."""
+_SPARE_RUNNERS = 64
+_TIMEOUT_CHECK_S = 0.05
+
+
+class Runners(Protocol):
+    """What calls handlers."""
+
+    def kick(self) -> None:
+        """Look at the ready lanes; called whenever some may have become ready."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Start nothing more and wait for what runs; False when something still ran at the end."""
+
+    async def stop(self) -> None:
+        """End at once: handlers that still run are cancelled (or abandoned, in threads)."""
+
+
+def make_runners(lanes: Lanes, handler: Handler, *, timeout_s: float | None, threads: int) -> Runners:
+    """Choose by the kind of handler."""
+    call = getattr(handler, "__call__", None)  # noqa: B004 - an object may be callable by an async method
+    if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(call):
+        return AsyncRunners(lanes, handler, timeout_s)
+    return ThreadRunners(lanes, handler, timeout_s, threads)
+
+
+class _Runner:
+    __slots__ = ("deadline_s", "in_handler", "task", "timed_out", "wake")
+
+    def __init__(self) -> None:
+        self.in_handler = False
+        self.deadline_s = float("inf")
+        self.timed_out = False
+        self.wake: asyncio.Future[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+
+class AsyncRunners:
+    """Runs coroutine handlers; as many at once as wait at the same time."""
+
+    def __init__(self, lanes: Lanes, handler: AsyncHandler, timeout_s: float | None) -> None:
+        self._lanes = lanes
+        self._handler = handler
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._pump: _Runner | None = None
+        self._idle: list[_Runner] = []
+        self._all: set[_Runner] = set()
+        self._handoff_due = False
+        self._drained: asyncio.Future[None] | None = None
+        self._watchdog = self._loop.create_task(self._watch()) if timeout_s else None
+        lanes.on_ready = self.kick
+
+    def kick(self) -> None:
+        """See that somebody works through the ready lanes."""
+        if self._lanes.ready and not self._lanes.draining and (self._pump is None or self._pump.in_handler):
+            self._start_pump()
+
+    def _start_pump(self) -> None:
+        if self._idle:
+            runner = self._idle.pop()
+            self._pump = runner
+            if runner.wake and not runner.wake.done():
+                runner.wake.set_result(None)
+            return
+        runner = self._pump = _Runner()
+        self._all.add(runner)
+        runner.task = self._loop.create_task(self._run(runner))
+        runner.task.add_done_callback(lambda _: self._all.discard(runner))
+
+    def _handoff(self) -> None:
+        self._handoff_due = False
+        self.kick()
+
+    async def _run(self, runner: _Runner) -> None:
+        lanes = self._lanes
+        while True:
+            left = _SLICE
+            while lanes.ready and self._pump is runner and not lanes.draining:
+                lane = lanes.ready.popleft()
+                if lane.phase is not Phase.READY:
+                    continue
+                await self._call(runner, lane)
+                left -= 1
+                if not left:
+                    left = _SLICE
+                    await asyncio.sleep(0)
+            if self._pump is runner:
+                self._pump = None
+            if len(self._idle) >= _SPARE_RUNNERS:
+                return
+            self._idle.append(runner)
+            runner.wake = self._loop.create_future()
+            await runner.wake
+
+    async def _call(self, runner: _Runner, lane: Lane) -> None:
+        lanes = self._lanes
+        lane.phase = Phase.RUNNING
+        message = lane.waiting[0]
+        lanes.running += 1
+        runner.in_handler = True
+        if lanes.ready and not self._handoff_due:
+            # Should this handler wait, somebody else must look after the other lanes.
+            self._handoff_due = True
+            self._loop.call_soon(self._handoff)
+        started = time.perf_counter()
+        if self._timeout_s:
+            runner.deadline_s = started + self._timeout_s
+        error: BaseException | None = None
+        try:
+            await self._handler(message)
+        except asyncio.CancelledError as cancelled:
+            if not runner.timed_out:
+                # The worker is being stopped, not the message: leave it unfinished.
+                lanes.running -= 1
+                raise
+            error = cancelled
+        except Exception as raised:
+            error = raised
+        elapsed = time.perf_counter() - started
+        runner.in_handler = False
+        lanes.running -= 1
+        if self._timeout_s:
+            error = self._after_deadline(runner, error)
+        if error is None:
+            lanes.succeeded(lane, elapsed)
+        else:
+            lanes.failed(lane, error, elapsed)
+        if self._drained and not lanes.running and not self._drained.done():
+            self._drained.set_result(None)
+
+    def _after_deadline(self, runner: _Runner, error: BaseException | None) -> BaseException | None:
+        runner.deadline_s = float("inf")
+        if not runner.timed_out:
+            return error
+        runner.timed_out = False
+        assert runner.task
+        runner.task.uncancel()
+        if isinstance(error, asyncio.CancelledError):
+            return HandlerTimeout(f"handler ran longer than {self._timeout_s} s")
+        return error
+
+    async def _watch(self) -> None:
+        assert self._timeout_s
+        while True:
+            await asyncio.sleep(min(_TIMEOUT_CHECK_S, self._timeout_s / 4))
+            now = time.perf_counter()
+            for runner in self._all:
+                if runner.in_handler and now > runner.deadline_s and not runner.timed_out and runner.task:
+                    runner.timed_out = True
+                    runner.task.cancel()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Start nothing more and wait for running handlers."""
+        self._lanes.draining = True
+        if self._lanes.running:
+            self._drained = self._loop.create_future()
+            await asyncio.wait([self._drained], timeout=timeout_s)
+        return not self._lanes.running
+
+    async def stop(self) -> None:
+        """Cancel every runner, running handlers included."""
+        self._lanes.draining = True
+        tasks = [r.task for r in self._all if r.task] + ([self._watchdog] if self._watchdog else [])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class ThreadRunners:
+    """Runs plain functions in threads, one lane to a thread at a time.
+
+    A function cannot be interrupted: one that exceeds the timeout is reported and its lane waits for it.
+    """
+
+    def __init__(self, lanes: Lanes, handler: PlainHandler, timeout_s: float | None, threads: int) -> None:
+        self._lanes = lanes
+        self._handler = handler
+        self._timeout_s = timeout_s
+        self._limit = threads
+        self._loop = asyncio.get_running_loop()
+        self._wake = threading.Semaphore(0)
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+        self._done: deque[tuple[Lane | None, float, BaseException | None, bool]] = deque()
+        self._signalled = False
+        self._stopping = False
+        self._drained: asyncio.Future[None] | None = None
+        self._overdue: dict[str, int] = {}
+        self._watchdog = self._loop.create_task(self._watch()) if timeout_s else None
+        lanes.on_ready = self.kick
+
+    def kick(self) -> None:
+        """Wake threads for the ready lanes, or start them up to the limit."""
+        waiting = len(self._lanes.ready)
+        if not waiting or self._lanes.draining:
+            return
+        while waiting and self._idle:
+            self._idle -= 1
+            waiting -= 1
+            self._wake.release()
+        while waiting and len(self._threads) < self._limit:
+            waiting -= 1
+            thread = threading.Thread(target=self._run, name=f"parti-handler-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # ── in threads ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        ready = self._lanes.ready
+        while not self._stopping:
+            while not self._lanes.draining:
+                try:
+                    lane = ready.popleft()
+                except IndexError:
+                    break
+                self._work(lane)
+            self._post(None, 0.0, None, False)
+            self._wake.acquire()
+
+    def _work(self, lane: Lane) -> None:
+        """Handle what waits in one lane, in order, up to a slice."""
+        with self._lanes.lock:
+            if lane.phase is not Phase.READY:
+                return
+            lane.phase = Phase.RUNNING
+            batch = list(lane.waiting)[:_SLICE]
+        for message in batch:
+            started = lane.started_s = time.perf_counter()
+            error: BaseException | None = None
+            try:
+                result = self._handler(message)
+                if inspect.isawaitable(result):
+                    error = TypeError("the handler returned an awaitable; declare it with 'async def'")
+            except Exception as raised:
+                error = raised
+            stop = error is not None or message is batch[-1] or self._lanes.draining or lane.phase is Phase.CLOSED
+            self._post(lane, time.perf_counter() - started, error, stop)
+            if stop:
+                return
+
+    def _post(self, lane: Lane | None, elapsed_s: float, error: BaseException | None, last: bool) -> None:
+        self._done.append((lane, elapsed_s, error, last))
+        if not self._signalled:
+            self._signalled = True
+            try:
+                self._loop.call_soon_threadsafe(self._settle)
+            except RuntimeError:
+                self._stopping = True  # the loop is gone, and with it everyone who could be told
+
+    # ── on the loop ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _settle(self) -> None:
+        self._signalled = False
+        lanes = self._lanes
+        while self._done:
+            lane, elapsed_s, error, last = self._done.popleft()
+            if lane is None:
+                self._idle += 1
+            elif error is not None:
+                lane.started_s = 0.0
+                lanes.failed(lane, error, elapsed_s)
+            else:
+                lane.started_s = 0.0 if last else lane.started_s
+                lanes.succeeded(lane, elapsed_s, more=not last)
+        if self._drained and not self._busy() and not self._drained.done():
+            self._drained.set_result(None)
+        self.kick()
+
+    def _busy(self) -> bool:
+        return self._idle < len(self._threads)
+
+    async def _watch(self) -> None:
+        assert self._timeout_s
+        while True:
+            await asyncio.sleep(max(_TIMEOUT_CHECK_S, self._timeout_s / 4))
+            now = time.perf_counter()
+            for lane in self._lanes.running_lanes():
+                seq, partition_id = lane.waiting[0].seq, lane.ownership.partition.id
+                late = lane.started_s and now - lane.started_s > self._timeout_s
+                if late and self._overdue.get(partition_id) != seq:
+                    self._overdue[partition_id] = seq
+                    self._lanes.overdue(lane, now - lane.started_s)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Start nothing more and wait for running functions."""
+        self._lanes.draining = True
+        if self._busy():
+            self._drained = self._loop.create_future()
+            await asyncio.wait([self._drained], timeout=timeout_s)
+        return not self._busy()
+
+    async def stop(self) -> None:
+        """Let idle threads end; a function that still runs is abandoned (its thread is a daemon)."""
+        self._stopping = True
+        self._lanes.draining = True
+        if self._watchdog:
+            self._watchdog.cancel()
+        for _ in self._threads:
+            self._wake.release()
