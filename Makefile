@@ -29,7 +29,7 @@ lint: $(VENV)/.stamp-dev ## ruff, mypy and the import rules
 	@echo "== mypy"
 	@$(BIN)/mypy
 	@echo "== lint-imports"
-	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(VENV)/.stamp-dev ## let ruff sort, fix and format the code
 	@$(BIN)/ruff check --fix
@@ -78,7 +78,7 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-build requirements/embedded.txt pyproject.to
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-build requirements/dev.txt pyproject.toml
-	@echo "installing parti with Spark and the test tools into $(VENV) (first time only, about 1.5 GB)"
+	@echo "installing parti with Spark and the test tools into $(VENV) (first time only, about 1 GB)"
 	@$(INSTALL) --require-hashes -r requirements/dev.txt
 	@$(INSTALL) --no-deps -e .
 	@touch $(VENV)/.stamp-demo $@

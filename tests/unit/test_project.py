@@ -38,7 +38,7 @@ def pins_of(file: Path) -> dict[tuple[str, str], str]:
 
 
 def tracked_files() -> list[Path]:
-    """Return the files that are, or would be, committed; in an unpacked archive all there are."""
+    """Return the files that are, or would be, committed; skips the test outside a git checkout."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listed = subprocess.run(

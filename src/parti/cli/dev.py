@@ -12,19 +12,15 @@ from typing import Annotated, Never
 
 import typer
 
+from parti.cli.demo.command import demo
 from parti.embedded import Cluster, Server
 from parti.errors import PartiError
 
 app = typer.Typer(help="Tools for development on this machine.", no_args_is_help=True)
+app.command()(demo)
 
 _ALIVE_CHECK_S = 0.5
 _BAD_INPUT = 2
-
-
-@app.callback()
-def _dev() -> None:
-    # A callback keeps `server` a command of its own while it is the only one.
-    pass
 
 
 @app.command()

@@ -4,12 +4,16 @@ The head of `waiting` is the message that runs (or waits for its next attempt); 
 finished. `position` is the promise of the whole system: every message of the partition with a lower sequence is
 finished. Guards Order and NoLoss: a delivery below the position is skipped, one that already waits is a
 duplicate, one that was overtaken is put where it belongs.
+
+A lane that holds up the others is *parked*: it keeps its head, lets go of what waits behind it, and is later fed
+from the stream itself, from where it left off to the last message it let go.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 from parti.model.message import Message, Ownership
@@ -22,6 +26,7 @@ class Verdict(enum.Enum):
     FINISHED = "finished"
     DUPLICATE = "duplicate"
     OVERTAKEN = "overtaken"
+    PARKED = "parked"
 
 
 class Phase(enum.Enum):
@@ -40,7 +45,19 @@ _ACCEPTED = Verdict.ACCEPTED
 class Lane:
     """The queue and the position of one partition."""
 
-    __slots__ = ("ownership", "phase", "position", "started_s", "waiting")
+    __slots__ = (
+        "behind",
+        "behind_until",
+        "feed_from",
+        "ownership",
+        "parked",
+        "parked_to",
+        "phase",
+        "position",
+        "started_s",
+        "taken_to",
+        "waiting",
+    )
 
     def __init__(self, ownership: Ownership, position: int = 0) -> None:
         self.ownership = ownership
@@ -48,6 +65,14 @@ class Lane:
         self.waiting: deque[Message] = deque()
         self.phase = Phase.IDLE
         self.started_s = 0.0
+        self.taken_to = 0
+        """Last sequence that a runner holds; it will finish these whatever happens."""
+        self.behind = False
+        """The position stands for itself: neither the floor nor the server knows what is unfinished here."""
+        self.behind_until = 0
+        self.parked = False
+        self.parked_to = 0
+        self.feed_from = 0
 
     def offer(self, message: Message) -> Verdict:
         """Take in a delivery. Only ACCEPTED and OVERTAKEN put it into the lane."""
@@ -55,7 +80,8 @@ class Lane:
         if seq < self.position:
             return Verdict.FINISHED
         waiting = self.waiting
-        if not waiting or seq > waiting[-1].seq:
+        # The last one is not the highest when the head has overtaken it.
+        if (not waiting or (seq > waiting[-1].seq and seq > waiting[0].seq)) and not self.parked:
             waiting.append(message)
             return _ACCEPTED
         return self._offer_late(message)
@@ -64,17 +90,27 @@ class Lane:
         seqs = [other.seq for other in self.waiting]
         if message.seq in seqs:
             return Verdict.DUPLICATE
-        index = sum(seq < message.seq for seq in seqs)
-        if index == 0 and self.phase in {Phase.RUNNING, Phase.BACKOFF}:
-            # The head has been started already; the late one can only come next.
-            self.waiting.insert(1, message)
-            return Verdict.OVERTAKEN
-        self.waiting.insert(index, message)
-        return _ACCEPTED
+        if self.parked:
+            self.parked_to = max(self.parked_to, message.seq)
+            return Verdict.PARKED
+        # A head that has been started stays the head, whatever comes late; behind it the lane is sorted.
+        head = self.waiting[0]
+        started = self.phase in {Phase.RUNNING, Phase.BACKOFF} or head.attempt > 1
+        rest = seqs[1:] if started else seqs
+        self.waiting.insert(int(started) + sum(seq < message.seq for seq in rest), message)
+        return Verdict.OVERTAKEN if started and message.seq < head.seq else _ACCEPTED
 
-    def finish(self) -> Message:
-        """The head is handled or dead-lettered: move the position past it, but not past one that it overtook."""
+    def finish(self, message: Message | None = None) -> Message:
+        """A message is handled or dead-lettered: move the position past it, but not past one that it overtook.
+
+        It is the head unless it is named. A runner that takes several at once names its own, because a late one
+        may have been put before it in the meantime.
+        """
         waiting = self.waiting
+        if message is not None and message is not waiting[0]:
+            waiting.remove(message)
+            self.position = max(self.position, min(message.seq + 1, self.floor or 0))
+            return message
         message = waiting.popleft()
         position = message.seq + 1
         if waiting and waiting[0].seq < position:
@@ -88,3 +124,48 @@ class Lane:
         """The lowest sequence that is not finished, or None when nothing waits."""
         # Only the second can be lower than the head, after it was overtaken.
         return min((message.seq for message in islice(self.waiting, 2)), default=None)
+
+    # ── parking ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def park(self) -> list[Message]:
+        """Keep what a runner holds, let go of the rest and of what arrives from now on; returns what was let go."""
+        let_go: list[Message] = []
+        while len(self.waiting) > 1 and self.waiting[-1].seq > self.taken_to:
+            let_go.append(self.waiting.pop())
+        self.parked_to = let_go[0].seq if let_go else self.waiting[-1].seq
+        self.feed_from = self.waiting[-1].seq + 1
+        self.parked = self.behind = True
+        return let_go[::-1]
+
+    def start_behind(self, until: int, feed_to: int = 0) -> None:
+        """Begin below the floor: with messages that the server delivers again, or (`feed_to`) from the stream."""
+        self.behind = True
+        self.behind_until = until
+        if feed_to:
+            self.parked = True
+            self.feed_from = self.position
+            self.parked_to = feed_to
+
+    def feed(self, messages: Iterable[Message]) -> int:
+        """Take in messages read from the stream, in order; unparks when everything let go is back."""
+        count = 0
+        for message in messages:
+            if message.seq >= self.feed_from:
+                self.feed_from = message.seq + 1
+                self.waiting.append(message)
+                count += 1
+        if not count or self.feed_from > self.parked_to:
+            self.parked = False
+        return count
+
+    def caught_up(self, cursor: int) -> bool:
+        """Whether nothing is left that only the position remembers; `cursor`: all before it has been delivered."""
+        return not self.parked and cursor >= self.behind_until and (not self.waiting or bool(self.waiting[0].reply))
+
+
+def should_park(*, waiting: int, head_age_s: float, held: int, limit: int, patience_s: float) -> bool:
+    """Whether a lane takes so much of the room, for so long, that the others suffer.
+
+    A fast partition may fill all the room for a moment; only one whose head does not move is parked.
+    """
+    return held * 2 >= limit and waiting * 8 >= limit and waiting > 1 and head_age_s > patience_s

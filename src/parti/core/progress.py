@@ -1,8 +1,9 @@
 """Positions, and the record that keeps them.
 
 `floor` says that every message of a covered partition with a lower sequence is finished. A partition that is
-further than the floor, or that is not covered (never owned, or owned earlier), has its own entry. Together they
-give `position(p)` for any partition, in a record whose size follows the work in flight and not the history.
+further has an entry in `ahead`. One that the floor does not speak for, because it is parked or because it was
+released, has an entry in `behind`. Together they give `position(p)` for any partition, in a record whose size
+follows the work in flight and not the history.
 """
 
 from __future__ import annotations
@@ -23,39 +24,48 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     floor: int = 1
     covered: tuple[str, ...] = ()
     """Subjects that the floor speaks for."""
-    positions: dict[str, int] = {}
-    """Positions, by partition id, that differ from the floor or are not covered."""
+    ahead: dict[str, int] = {}
+    """Positions above the floor, by partition id."""
+    behind: dict[str, int] = {}
+    """Positions that stand whatever the floor says, by partition id."""
     writer: str = ""
     """Who wrote the record: a process recognises its own write whose answer got lost."""
 
     @property
+    def fresh(self) -> bool:
+        """Whether nothing is known at all."""
+        return not self.covered and not self.behind
+
+    @property
     def highest(self) -> int:
         """The furthest position; none can be more than one past the end of the stream."""
-        return max(self.floor, *self.positions.values()) if self.positions else self.floor
-
-    def raised(self, subjects: tuple[str, ...], ack_floor: int) -> Progress:
-        """Take in what a consumer with these subjects has acknowledged: its ack floor is a position too.
-
-        Only where it speaks of the same subjects; parti never moves a consumer past what is finished.
-        """
-        if not self.covered and not self.positions:
-            return msgspec.structs.replace(self, floor=ack_floor + 1, covered=subjects)
-        if set(self.covered) != set(subjects) or ack_floor < self.floor:
-            return self
-        floor = ack_floor + 1
-        positions = {p: pos for p, pos in self.positions.items() if pos > floor}
-        return msgspec.structs.replace(self, floor=floor, positions=positions)
+        return max(self.floor, *self.ahead.values(), *self.behind.values(), 1)
 
     def position(self, partition_id: str, subject: str) -> int:
         """The position of a partition; 0 when nothing is known of it."""
-        own = self.positions.get(partition_id)
+        own = self.behind.get(partition_id)
         if own is not None:
             return own
-        return self.floor if self.covers(subject) else 0
+        if not self.covers(subject):
+            return 0
+        return max(self.floor, self.ahead.get(partition_id, 0))
 
     def covers(self, subject: str) -> bool:
         """Whether the floor speaks for a subject."""
         return subject in self.covered or any(covers(c, subject) for c in self.covered)
+
+    def raised(self, subjects: tuple[str, ...], ack_floor: int) -> Progress:
+        """Take in what a consumer with these subjects has acknowledged: its ack floor is a position too.
+
+        Only where it speaks of the same subjects, and never for partitions in `behind`: there the consumer has
+        let go of messages that are not finished.
+        """
+        if self.fresh:
+            return msgspec.structs.replace(self, floor=ack_floor + 1, covered=subjects)
+        if set(self.covered) != set(subjects) or ack_floor < self.floor:
+            return self
+        floor = ack_floor + 1
+        return msgspec.structs.replace(self, floor=floor, ahead={p: a for p, a in self.ahead.items() if a > floor})
 
 
 _encoder = msgspec.json.Encoder()
@@ -78,17 +88,17 @@ def summarise(
     stream_created: str,
     floor: int,
     covered: Iterable[str],
-    lanes: Iterable[tuple[str, int]],
-    retired: Mapping[str, int],
+    positions: Iterable[tuple[str, int]],
+    behind: Mapping[str, int],
     writer: str = "",
 ) -> Progress:
-    """Fold lanes (partition id, position) and retired partitions into a record."""
-    ahead = {pid: position for pid, position in lanes if position > floor}
+    """Fold the positions of lanes (partition id, position) and of those behind into a record."""
     return Progress(
         stream=stream,
         stream_created=stream_created,
         floor=floor,
         covered=tuple(covered),
-        positions={**retired, **ahead},
+        ahead={p: position for p, position in positions if position > floor and p not in behind},
+        behind=dict(behind),
         writer=writer,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+
+_MAX_TEXT = 500
 
 
 class Retry(Exception):  # noqa: N818 - it steers, it is not an error
@@ -14,8 +17,8 @@ class Retry(Exception):  # noqa: N818 - it steers, it is not an error
 
     def __init__(self, delay: float | None = None, reason: str = "handler asked for a retry") -> None:
         super().__init__(reason)
-        if delay is not None and delay < 0:
-            raise ValueError(f"Retry delay must not be negative, got {delay}")
+        if delay is not None and not 0 <= delay < inf:
+            raise ValueError(f"Retry delay must be a number of seconds from 0 on, got {delay}")
         self.delay = delay
 
 
@@ -60,7 +63,7 @@ class GiveUp:
 def after_failure(policy: RetryPolicy, attempt: int, error: BaseException) -> TryAgain | GiveUp:
     """Decide what follows a failed attempt (1 is the first)."""
     if isinstance(error, Reject):
-        return GiveUp("reject", str(error))
+        return GiveUp("reject", _text(error) or type(error).__name__)
     if attempt >= policy.attempts:
         return GiveUp("dead_letter", describe(error))
     if isinstance(error, Retry) and error.delay is not None:
@@ -70,5 +73,13 @@ def after_failure(policy: RetryPolicy, attempt: int, error: BaseException) -> Tr
 
 def describe(error: BaseException) -> str:
     """One line for headers and logs: type and text, cut to a bounded length."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+    text = _text(error)
+    return f"{type(error).__name__}: {text}"[:_MAX_TEXT] if text else type(error).__name__
+
+
+def _text(error: BaseException) -> str:
+    """The error's own words on one line; an exception of a handler may fail to find any, or find too many."""
+    try:
+        return " ".join(str(error).split())[:_MAX_TEXT]
+    except Exception:
+        return ""

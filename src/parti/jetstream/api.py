@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Protocol
 
 from parti.errors import ApiError, JetStreamUnavailable, NoResponders, NotFound, WrongRevision
@@ -50,6 +53,17 @@ class StreamInfo:
     last_seq: int
     messages: int
     allow_direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A message as it lies in the stream."""
+
+    seq: int
+    subject: str
+    data: bytes
+    header: bytes | None
+    stored_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +149,13 @@ class JetStreamApi:
         """Delete a consumer; raises `NotFound`."""
         await self.call(f"CONSUMER.DELETE.{stream}.{name}")
 
-    async def next_on_subject(self, stream: str, subject: str, seq: int) -> int | None:
-        """Sequence of the first message at or after `seq` that matches `subject`, read from the leader."""
+    async def next_on_subject(self, stream: str, subject: str, seq: int) -> Stored | None:
+        """The first message at or after `seq` that matches `subject`, read from the leader; None at the end."""
         try:
             answer = await self.call(f"STREAM.MSG.GET.{stream}", {"seq": max(1, seq), "next_by_subj": subject})
         except NotFound:
             return None
-        return int(answer["message"]["seq"])
+        return _stored(answer["message"])
 
     async def publish(
         self, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None, timeout_s: float = 5.0
@@ -176,6 +190,19 @@ def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
         last_seq=state["last_seq"],
         messages=state["messages"],
         allow_direct=bool(config.get("allow_direct")),
+    )
+
+
+def _stored(message: Mapping[str, Any]) -> Stored:
+    header = message.get("hdrs")
+    # The server writes nanoseconds; datetime keeps microseconds.
+    stamp = re.sub(r"(\.\d{6})\d*", r"\1", message["time"])
+    return Stored(
+        seq=int(message["seq"]),
+        subject=message["subject"],
+        data=base64.b64decode(message.get("data", "")),
+        header=base64.b64decode(header) if header else None,
+        stored_at=datetime.fromisoformat(stamp),
     )
 
 

@@ -73,7 +73,7 @@ class _Slot:
     __slots__ = ("inbox", "remaining", "sid", "unlimited")
 
     def __init__(self) -> None:
-        self.sid = 0
+        self.sid = b""
         self.inbox = b""
         self.remaining = 0
         self.unlimited = False
@@ -245,7 +245,12 @@ class PullEngine:
             slot.remaining -= 1
             if not slot.remaining:
                 self._filled += 1
-            deliver(subject, reply, header, payload, int(tokens[base]))
+            try:
+                deliver(subject, reply, header, payload, int(tokens[base]))
+            except Exception:
+                # It must come again before anything after it.
+                _log.exception("a delivery could not be taken in", subject=subject.decode(), seq=int(tokens[base]))
+                self.new_session("a delivery could not be taken in")
 
         return sink
 

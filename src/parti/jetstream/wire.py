@@ -28,7 +28,7 @@ class LeanParser:
     is logged and does not stop the connection.
     """
 
-    def __init__(self, client: Any, sinks: dict[int, Sink], after_chunk: Callable[[], None]) -> None:
+    def __init__(self, client: Any, sinks: dict[bytes, Sink], after_chunk: Callable[[], None]) -> None:
         self._client = client
         self._sinks = sinks
         self._after_chunk = after_chunk
@@ -84,7 +84,7 @@ class LeanParser:
                 if end + 2 > end_of_buf:
                     self._need = end + 2 - pos
                     break
-                sid = int(args[2])
+                sid = args[2]
                 if op == 77:
                     reply = args[3] if len(args) == 5 else b""
                     header, payload = None, buf[body:end]
@@ -96,13 +96,13 @@ class LeanParser:
                 raise ProtocolError("nats: malformed MSG") from error
             sink = sinks.get(sid)
             if sink is None:
-                await self._client._process_msg(sid, args[1], reply, payload, header)
+                await self._client._process_msg(int(sid), args[1], reply, payload, header)
             else:
                 ours = True
                 try:
                     sink(args[1], reply, header, payload)
                 except Exception:
-                    _log.exception("a message sink failed", sid=sid)
+                    _log.exception("a message sink failed", sid=int(sid))
             pos = end + 2
         return pos, ours
 
@@ -116,7 +116,7 @@ class Wire:
 
     def __init__(self, client: Client) -> None:
         self._client: Any = client
-        self._sinks: dict[int, Sink] = {}
+        self._sinks: dict[bytes, Sink] = {}
         self._listeners: list[Callable[[], None]] = []
         parser: Any = LeanParser(self._client, self._sinks, self._chunk_done)
         self._client._ps = parser
@@ -130,18 +130,18 @@ class Wire:
         for listener in self._listeners:
             listener()
 
-    def subscribe(self, subject: str, sink: Sink) -> int:
-        """Subscribe on the current connection; returns the subscription id."""
+    def subscribe(self, subject: str, sink: Sink) -> bytes:
+        """Subscribe on the current connection; returns the subscription id as it stands in the protocol."""
         self._client._sid += 1
-        sid: int = self._client._sid
+        sid = b"%d" % self._client._sid
         self._sinks[sid] = sink
-        self.write(b"SUB %b  %d\r\n" % (subject.encode(), sid))
+        self.write(b"SUB %b  %b\r\n" % (subject.encode(), sid))
         return sid
 
-    def unsubscribe(self, sid: int) -> None:
+    def unsubscribe(self, sid: bytes) -> None:
         """End a subscription; what is still on its way is dropped."""
         if self._sinks.pop(sid, None) is not None:
-            self.write(b"UNSUB %d\r\n" % sid)
+            self.write(b"UNSUB %b\r\n" % sid)
 
     def write(self, data: bytes) -> bool:
         """Send protocol bytes now; False, and nothing sent or kept, when there is no connection."""

@@ -130,6 +130,28 @@ class Message:
         return f"Message(stream={self.stream!r}, seq={self.seq}, subject={self.subject!r}, {len(self.data)} bytes)"
 
 
+class StoredMessage(Message):
+    """A message read from the stream itself: nothing is to be acknowledged."""
+
+    __slots__ = ("stored_at",)
+
+    def __init__(
+        self, subject: str, data: bytes, seq: int, ownership: Ownership, header: bytes | None, stored_at: datetime
+    ) -> None:
+        super().__init__(subject, data, seq, ownership, b"", header, datetime.now(UTC).timestamp())
+        self.stored_at = stored_at
+
+    @property
+    def published_at(self) -> datetime:
+        """When the server stored the message (UTC)."""
+        return self.stored_at
+
+    @property
+    def deliveries(self) -> int:
+        """Always 1: the server does not count reads."""
+        return 1
+
+
 @dataclass(frozen=True, slots=True)
 class ReplyInfo:
     """What the server writes into the acknowledgement subject of a delivery."""
@@ -159,8 +181,9 @@ def parse_headers(block: bytes) -> dict[str, str]:
     headers: dict[str, str] = {}
     for line in block.split(b"\r\n")[1:]:
         name, colon, value = line.partition(b":")
+        name = name.strip()
         if colon and name:
-            headers.setdefault(name.strip().decode("utf-8", "replace"), value.strip().decode("utf-8", "replace"))
+            headers.setdefault(name.decode("utf-8", "replace"), value.strip().decode("utf-8", "replace"))
     return headers
 
 

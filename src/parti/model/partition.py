@@ -72,7 +72,7 @@ class Template:
         Raises `SubjectMismatch` when number or names of the values do not fit the template.
         """
         if isinstance(values, Partition):
-            return self.partition(values.keys) if self.keys else values
+            return self.partition(values.keys if self.keys else values.subject)
         if isinstance(values, Mapping):
             missing = [k for k in self.keys if k not in values]
             extra = [k for k in values if k not in self.keys]

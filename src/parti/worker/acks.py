@@ -20,15 +20,15 @@ class AckWriter:
         self._wire = wire
         self._acks = metrics.acks
         self._after_flush = after_flush
-        self._pending: list[bytes] = []
+        self._finished: list[bytes] = []
+        self._other: list[bytes] = []
         self._loop = asyncio.get_running_loop()
 
     def ack(self, reply: bytes) -> None:
         """Acknowledge a message: it is finished."""
-        pending = self._pending
-        if not pending:
+        if not self._finished:
             self._loop.call_soon(self.flush)
-        pending.append(b"PUB %b 4\r\n+ACK\r\n" % reply)
+        self._finished.append(reply)
 
     def in_progress(self, reply: bytes) -> None:
         """Tell the server that a message is still being worked on."""
@@ -40,15 +40,19 @@ class AckWriter:
         self._send(b"PUB %b %d\r\n%b\r\n" % (reply, len(body), body))
 
     def _send(self, command: bytes) -> None:
-        if not self._pending:
+        if not self._other:
             self._loop.call_soon(self.flush)
-        self._pending.append(command)
+        self._other.append(command)
 
     def flush(self) -> None:
         """Write what has gathered."""
-        pending = self._pending
-        if pending:
-            self._pending = []
-            self._acks.value += len(pending)
-            self._wire.write(b"".join(pending))
+        finished, other = self._finished, self._other
+        if other:
+            self._other = []
+            self._wire.write(b"".join(other))
+        if finished:
+            self._finished = []
+            self._acks.value += len(finished)
+            # One join for all of them: formatting each would cost as much as handling it.
+            self._wire.write(b"PUB " + b" 4\r\n+ACK\r\nPUB ".join(finished) + b" 4\r\n+ACK\r\n")
             self._after_flush()

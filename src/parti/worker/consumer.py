@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -65,7 +65,10 @@ class WorkerConsumer:
         template: Template,
         stream: StreamInfo,
         progress: Progress,
+        *,
+        each_subject: bool = False,
     ) -> None:
+        self._each_subject = each_subject
         self._ports = ports
         self._settings = settings
         self._template = template
@@ -107,9 +110,9 @@ class WorkerConsumer:
     async def start(self, partitions: Iterable[PartitionLike]) -> None:
         """Create or take up the consumer with these partitions and begin to pull."""
         filters = self._build(partitions)
-        await self._load_consumer(filters)
-        self._own(filters)
         self._applied = self._wanted = filters
+        self._own(filters)
+        await self._take_up(filters)
         await self.engine.start()
         self._applied_ok(filters, diff_filters((), filters.subjects))
 
@@ -128,8 +131,9 @@ class WorkerConsumer:
             stream_created=self._stream.created,
             floor=lanes.floor,
             covered=self._applied.subjects,
-            lanes=lanes.positions(),
-            retired=lanes.retired,
+            # Partitions without a lane have not moved since the record was read.
+            positions=(self._baseline.ahead | dict(lanes.positions())).items(),
+            behind=lanes.behind(),
             writer=writer,
         )
 
@@ -266,28 +270,25 @@ class WorkerConsumer:
 
     async def _settle_on(self, filters: FilterSet, diff: FilterDiff, *, reason: str) -> bool:
         """RESET to the lowest unfinished position, then set the filter; False when there is nothing to pull."""
-        lanes, api = self._ports.lanes, self._ports.api
+        lanes, api, stream = self._ports.lanes, self._ports.api, self._stream.name
+        gained = await self._gain([filters.partitions[s] for s in diff.added])
+        target = lanes.resume_at
         subjects = filters.subjects or (self._placeholder(),)
-        oldest = await self._first_unfinished(diff.added, filters.partitions) if self._existed else None
-        target = lanes.floor if oldest is None else min(oldest, lanes.floor)
         info = await self._find()
+        rewind = target > 1 if info is None else self._settings.ordered or gained
         if info is None:
-            rewind = target > 1
-            info = await api.put_consumer(
-                self._stream.name, build_config(self._name, subjects, self._tuning()), action="create"
-            )
             if self._existed:
                 self._ports.metrics.recreated.inc()
                 _log.warning("consumer was gone and is made again", consumer=self._name, at=target, reason=reason)
-        else:
-            rewind = self._settings.ordered or oldest is not None
+            info = await api.put_consumer(stream, build_config(self._name, subjects, self._tuning()), action="create")
+            self._existed = True
         if rewind:
-            await api.reset_consumer(self._stream.name, self._name, target)
+            await api.reset_consumer(stream, self._name, target)
+            lanes.cursor = target
             self._ports.metrics.resets.inc("update" if reason == "update" else "session")
-        self._existed = True
         config = build_config(self._name, subjects, self._tuning(), existing=info.config)
         if info.subjects != tuple(sorted(subjects)) or any(info.config.get(k) != v for k, v in config.items()):
-            await api.put_consumer(self._stream.name, config, action="update")
+            await api.put_consumer(stream, config, action="update")
         return bool(filters.partitions)
 
     async def _find(self) -> ConsumerInfo | None:
@@ -296,49 +297,76 @@ class WorkerConsumer:
         except NotFound:
             return None
 
-    async def _load_consumer(self, filters: FilterSet) -> None:
+    async def _take_up(self, filters: FilterSet) -> None:
         """Work out where each partition starts, from the progress record and an existing consumer."""
-        api = self._ports.api
-        info = await self._find()
+        lanes, info = self._ports.lanes, await self._find()
         self._existed = info is not None
         if info is not None:
             self._baseline = self._baseline.raised(info.subjects, info.ack_floor)
-        fresh = info is None and not self._baseline.covered and not self._baseline.positions
-        lanes = self._ports.lanes
-        if fresh:
-            lanes.next_seq = 1
-            if self._settings.start == "new":
-                lanes.next_seq = (await api.stream_info(self._stream.name)).last_seq + 1
+        record = self._baseline
+        if record.fresh:
+            lanes.next_seq = self._stream.last_seq + 1 if self._settings.start == "new" else 1
             return
-        unknown = [s for s, p in filters.partitions.items() if self._baseline.position(p.id, s) == 0]
-        oldest = await self._first_unfinished(unknown, filters.partitions)
-        known = [self._baseline.position(p.id, s) for s, p in filters.partitions.items() if s not in unknown]
-        candidates = [self._baseline.floor, *known] if known else [self._stream.last_seq + 1]
-        lanes.next_seq = max(1, min(candidates if oldest is None else [*candidates, oldest]))
+        lanes.next_seq = record.floor
+        lanes.restore(record.behind)
+        for partition_id in record.behind:
+            partition = self._parked_partition(partition_id, filters)
+            if partition:
+                lanes.gain(partition, record.behind[partition_id], feed_to=self._stream.last_seq)
+        uncovered = [p for s, p in filters.partitions.items() if not record.covers(s) and not lanes.has(p.id)]
+        if self._each_subject and uncovered:
+            # A list of partitions became "every subject": what was not listed starts at its first message.
+            first = await self._first_unfinished(uncovered[0])
+            lanes.next_seq = min(record.floor, first or record.floor)
+            return
+        await self._gain(uncovered)
 
-    async def _first_unfinished(self, subjects: Iterable[str], partitions: Mapping[str, Partition]) -> int | None:
-        """Lowest sequence, over newly gained subjects, of a message at or after its partition's position."""
-        api, name = self._ports.api, self._stream.name
-        room = asyncio.Semaphore(_PROBES_AT_ONCE)
-        end = (await api.stream_info(name)).last_seq + 1 if self._settings.start == "new" else 0
+    def _parked_partition(self, partition_id: str, filters: FilterSet) -> Partition | None:
+        """The partition behind an entry of the record, if it was parked (and not released) and is ours again."""
+        if self._stream.retention != "limits" or not self._settings.ordered:
+            return None
+        if self._each_subject:
+            partition = self._template.partition(partition_id)
+        else:
+            found = next((p for p in filters.partitions.values() if p.id == partition_id), None)
+            if found is None:
+                return None
+            partition = found
+        return partition if self._baseline.covers(partition.subject) else None
 
-        async def probe(subject: str) -> int | None:
-            partition_id = partitions[subject].id
-            start = self._position(partition_id, subject)
-            if not start and end:
-                start = self._starts[partition_id] = end
+    async def _gain(self, partitions: Sequence[Partition]) -> bool:
+        """Find old unfinished messages of newly owned partitions; True when the consumer must go back for some."""
+        if not partitions or not self._existed:
+            return False
+        lanes, room = self._ports.lanes, asyncio.Semaphore(_PROBES_AT_ONCE)
+
+        async def probe(partition: Partition) -> int | None:
             async with room:
-                return await api.next_on_subject(name, subject, max(1, start))
+                return await self._first_unfinished(partition)
 
-        found = await asyncio.gather(*(probe(s) for s in subjects))
-        return min((seq for seq in found if seq is not None), default=None)
+        if self._settings.start == "new":
+            end = (await self._ports.api.stream_info(self._stream.name)).last_seq + 1
+            self._starts |= {p.id: end for p in partitions if not self._position(p.id, p.subject)}
+        oldest = await asyncio.gather(*(probe(p) for p in partitions))
+        gained = False
+        for partition, seq in zip(partitions, oldest, strict=True):
+            if seq is not None and seq < lanes.next_seq:
+                lanes.gain(partition, seq)
+                gained = True
+        return gained
+
+    async def _first_unfinished(self, partition: Partition) -> int | None:
+        """Sequence of the first message at or after the partition's position, or None."""
+        start = self._position(partition.id, partition.subject)
+        message = await self._ports.api.next_on_subject(self._stream.name, partition.subject, start)
+        return message.seq if message else None
 
     def _own(self, filters: FilterSet) -> None:
         self._ports.lanes.own(filters.partitions, self._position)
 
     def _position(self, partition_id: str, subject: str) -> int:
-        retired = self._ports.lanes.retired.get(partition_id, 0)
-        return max(retired, self._starts.get(partition_id, 0), self._baseline.position(partition_id, subject))
+        released = self._ports.lanes.released_position(partition_id)
+        return max(released, self._starts.get(partition_id, 0), self._baseline.position(partition_id, subject))
 
     def _placeholder(self) -> str:
         """A subject inside the stream that nobody publishes: an empty filter would mean every subject."""

@@ -1,7 +1,7 @@
 """Lanes at run time: where deliveries wait for their turn and outcomes are settled.
 
 Everything here runs on the event loop. A runner (see `runners`) takes a lane from `ready`, calls the handler with
-the lane's head and reports back through `succeeded` or `failed`.
+the lane's head and reports back through `settle` or `failed`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from parti.worker.acks import AckWriter
 
 _log = structlog.get_logger("parti.lanes")
 _EVICT_ABOVE = 10_000
+
+# Looked up for every message: a global is cheaper than an attribute of an enum.
+_ACCEPTED, _IDLE, _READY, _CLOSED = Verdict.ACCEPTED, Phase.IDLE, Phase.READY, Phase.CLOSED
 
 
 class DeadLetters(Protocol):
@@ -55,13 +58,19 @@ class Lanes:
     ) -> None:
         self.ready: deque[Lane] = deque()
         self.held = 0
+        """Messages that the server counts as delivered to us and not acknowledged."""
         self.finished = 0
         self.next_seq = 1
+        """One past the highest sequence that was ever delivered."""
+        self.cursor = 1
+        """One past the last sequence that was delivered in this session."""
         self.running = 0
-        # Held where a lane changes hands between the event loop and a handler's thread.
-        self.lock = threading.Lock()
         self.draining = False
         self.on_ready: Callable[[], None] = lambda: None
+        self.on_starved: Callable[[Lane], None] = lambda lane: None
+        self.observe_latency = metrics.handler_latency.observe
+        # Held where a lane changes hands between the event loop and a handler's thread.
+        self.lock = threading.Lock()
         self._template = template
         self._stream = stream
         self._worker_id = worker_id
@@ -74,11 +83,12 @@ class Lanes:
         self._position_of: Callable[[str, str], int] = lambda partition_id, subject: 0
         self._lanes: dict[str, Lane] = {}
         self._by_subject: dict[bytes, tuple[Lane, str]] = {}
-        self._retired: dict[str, int] = {}
+        self._released: dict[str, int] = {}
+        # What arrives for a parked lane whose position is not stored yet.
+        self._keeping: dict[Lane, list[Message]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._messages = metrics.messages
-        self._latency = metrics.handler_latency
 
     # ── ownership ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,23 +100,48 @@ class Lanes:
         """
         for subject, partition in self._partitions.items():
             if subject not in partitions:
-                self._release(partition, position_of)
+                self._release(partition)
         self._partitions = dict(partitions)
         self._position_of = position_of
 
-    def _release(self, partition: Partition, position_of: Callable[[str, str], int]) -> None:
+    def gain(self, partition: Partition, position: int, *, feed_to: int = 0) -> None:
+        """Take up a partition whose unfinished messages lie below what has been delivered already."""
+        lane = Lane(Ownership(partition, self._stream, self._worker_id), position)
+        lane.start_behind(self.next_seq, feed_to)
+        self._released.pop(partition.id, None)
+        self._lanes[partition.id] = lane
+        if feed_to:
+            self.on_starved(lane)
+
+    def restore(self, released: dict[str, int]) -> None:
+        """Remember positions of partitions that an earlier run had released or parked."""
+        self._released.update(released)
+
+    def has(self, partition_id: str) -> bool:
+        """Whether a partition has a lane already."""
+        return partition_id in self._lanes
+
+    def catch_up(self) -> None:
+        """Let the floor speak again for lanes that have nothing left below it."""
+        for partition_id, lane in self._lanes.items():
+            if lane.behind and lane.caught_up(self.cursor):
+                lane.behind = False
+                _log.info("partition has caught up", partition=partition_id, position=lane.position)
+
+    def _release(self, partition: Partition) -> None:
         lanes = [lane for lane in self._lanes.values() if covers(partition.subject, lane.ownership.partition.subject)]
         for lane in lanes:
-            self._retire(lane)
+            self._close(lane)
         if not lanes:
-            self._retired[partition.id] = position_of(partition.id, partition.subject)
+            # Nothing arrived while we owned it: everything up to what we have seen is finished.
+            self._released[partition.id] = max(self.floor, self._position_of(partition.id, partition.subject))
 
-    def _retire(self, lane: Lane) -> None:
+    def _close(self, lane: Lane) -> None:
         partition_id = lane.ownership.partition.id
         with self.lock:
             running = lane.phase is Phase.RUNNING
             lane.phase = Phase.CLOSED
-        self._retired[partition_id] = lane.position
+        self._released[partition_id] = lane.position
         if not running:
             self._abandon(lane)
         del self._lanes[partition_id]
@@ -115,24 +150,37 @@ class Lanes:
 
     def _abandon(self, lane: Lane) -> None:
         """Drop what waits in a closed lane: it belongs to the next owner, who starts at the position."""
-        self.held -= len(lane.waiting)
+        self.held -= sum(1 for message in lane.waiting if message.reply) + len(self._keeping.pop(lane, ()))
         lane.waiting.clear()
-        self._retired[lane.ownership.partition.id] = lane.position
-
-    @property
-    def retired(self) -> dict[str, int]:
-        """Positions of partitions that were owned once."""
-        return self._retired
+        if lane.ownership.partition.id not in self._lanes:
+            self._released[lane.ownership.partition.id] = lane.position
 
     @property
     def floor(self) -> int:
-        """Every message of an owned partition below this sequence is finished."""
-        floors = (lane.floor for lane in self._lanes.values() if lane.waiting)
+        """Every message of an owned partition that is not `behind` is finished below this sequence."""
+        keeping = self._keeping
+        floors = (
+            lane.floor for lane in self._lanes.values() if lane.waiting and (not lane.behind or lane in keeping)
+        )
         return min((f for f in floors if f is not None), default=self.next_seq)
+
+    @property
+    def resume_at(self) -> int:
+        """The lowest sequence that has to be delivered (again) in a new session."""
+        behind = [lane.position for lane in self._lanes.values() if lane.behind and not lane.parked]
+        return max(1, min([self.floor, *behind]))
 
     def positions(self) -> Iterator[tuple[str, int]]:
         """Partition id and position of every lane."""
         return ((partition_id, lane.position) for partition_id, lane in self._lanes.items())
+
+    def behind(self) -> dict[str, int]:
+        """Positions that the floor does not speak for: of released partitions and of parked lanes."""
+        return self._released | {pid: lane.position for pid, lane in self._lanes.items() if lane.behind}
+
+    def released_position(self, partition_id: str) -> int:
+        """Where a partition that was owned once was left; 0 when it was not."""
+        return self._released.get(partition_id, 0)
 
     # ── deliveries ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -143,26 +191,50 @@ class Lanes:
             return
         lane, name = entry
         self._messages.value += 1
+        self.cursor = seq + 1
         if seq >= self.next_seq:
             self.next_seq = seq + 1
-        self._take(lane, Message(name, payload, seq, lane.ownership, reply, header, time.time()))
-
-    def _take(self, lane: Lane, message: Message) -> None:
+        message = Message(name, payload, seq, lane.ownership, reply, header, time.time())
         verdict = lane.offer(message)
-        if verdict is Verdict.ACCEPTED:
+        if verdict is _ACCEPTED:
             self.held += 1
-            if lane.phase is Phase.IDLE:
-                lane.phase = Phase.READY
+            if lane.phase is _IDLE:
+                lane.phase = _READY
                 self.ready.append(lane)
-        elif verdict is Verdict.FINISHED:
+        else:
+            self._refuse(lane, message, verdict)
+
+    def _refuse(self, lane: Lane, message: Message, verdict: Verdict) -> None:
+        """Deal with a delivery that is not simply the next one."""
+        if verdict is Verdict.FINISHED:
             self._acks.ack(message.reply)
             self._metrics.skipped.value += 1
             self._metrics.redeliveries.value += 1
+        elif verdict is Verdict.PARKED:
+            if lane in self._keeping:
+                self.held += 1
+                self._keeping[lane].append(message)
+            else:
+                self._acks.ack(message.reply)
         elif verdict is Verdict.DUPLICATE:
             self._metrics.redeliveries.value += 1
         else:
             self.held += 1
-            _log.error("a message was overtaken", **_fields(message))
+            _log.error("a message was overtaken", **log_fields(message))
+
+    def park(self, lane: Lane) -> list[Message]:
+        """Park a lane; what it lets go is to be given to `let_go` once its position is stored."""
+        with self.lock:
+            let_go = lane.park()
+        self._keeping[lane] = []
+        return [message for message in let_go if message.reply]
+
+    def let_go(self, lane: Lane, messages: list[Message]) -> None:
+        """The position of a parked lane is stored: acknowledge what it let go, now and from now on."""
+        arrived = self._keeping.pop(lane, [])
+        self.held -= len(messages) + len(arrived)
+        for message in (*messages, *arrived):
+            self._acks.ack(message.reply)
 
     def _route(self, subject: bytes) -> tuple[Lane, str] | None:
         """Find or make the lane of a subject that was not seen before; None when it is not ours."""
@@ -181,7 +253,7 @@ class Lanes:
         lane = self._lanes.get(partition.id)
         if lane is None:
             ownership = Ownership(partition, self._stream, self._worker_id)
-            position = self._retired.pop(partition.id, 0)
+            position = self._released.pop(partition.id, 0)
             position = max(position, self._position_of(partition.id, partition.subject))
             lane = self._lanes[partition.id] = Lane(ownership, position)
         entry = self._by_subject[subject] = (lane, name)
@@ -192,7 +264,11 @@ class Lanes:
         if len(self._lanes) <= _EVICT_ABOVE or not self._each_subject:
             return
         floor = self.floor
-        gone = {pid: lane for pid, lane in self._lanes.items() if lane.phase is Phase.IDLE and lane.position <= floor}
+        gone = {
+            pid: lane
+            for pid, lane in self._lanes.items()
+            if lane.phase is Phase.IDLE and lane.position <= floor and not lane.behind
+        }
         for partition_id in gone:
             del self._lanes[partition_id]
         dead = set(map(id, gone.values()))
@@ -200,17 +276,33 @@ class Lanes:
 
     # ── outcomes ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def succeeded(self, lane: Lane, elapsed_s: float, *, more: bool = False) -> None:
-        """The handler of the lane's head returned. `more`: the runner goes on with this lane by itself."""
-        self._latency.observe(elapsed_s)
-        self._settle(lane, more=more)
+    def settle(self, lane: Lane, more: bool = False) -> None:
+        """The head is finished: acknowledge it and let the lane go on, unless a runner does that (`more`)."""
+        message = lane.finish()
+        self.finished += 1
+        if message.reply:
+            self.held -= 1
+            self._acks.ack(message.reply)
+        if more:
+            return
+        if lane.phase is _CLOSED:
+            self._abandon(lane)
+        elif lane.waiting:
+            lane.phase = _READY
+            self.ready.append(lane)
+        else:
+            lane.phase = _IDLE
+            if lane.parked:
+                self.on_starved(lane)
 
     def failed(self, lane: Lane, error: BaseException, elapsed_s: float) -> None:
         """The handler of the lane's head raised."""
-        self._latency.observe(elapsed_s)
+        self.observe_latency(elapsed_s)
         message = lane.waiting[0]
         if lane.phase is Phase.CLOSED:
-            _log.warning("handler failed after its partition was released", error=describe(error), **_fields(message))
+            _log.warning(
+                "handler failed after its partition was released", error=describe(error), **log_fields(message)
+            )
             self._abandon(lane)
             return
         decision = after_failure(self._policy, message.attempt, error)
@@ -221,18 +313,15 @@ class Lanes:
             self._spawn(self._bury(lane, message, decision.reason))
         else:
             self._metrics.handler_failures.inc("retry")
-            self._try_again(lane, message, decision, error)
+            _log.warning(
+                "handler failed, will retry", error=describe(error), delay_s=decision.delay_s, **log_fields(message)
+            )
+            self._try_again(lane, message, decision)
 
-    def _try_again(self, lane: Lane, message: Message, decision: TryAgain, error: BaseException) -> None:
-        self._log_retry(message, decision, error)
+    def _try_again(self, lane: Lane, message: Message, decision: TryAgain) -> None:
         lane.phase = Phase.BACKOFF
         message.attempt += 1
         self._loop.call_later(decision.delay_s, self._backoff_over, lane)
-
-    def _log_retry(self, message: Message, decision: TryAgain, error: BaseException) -> None:
-        _log.warning(
-            "handler failed, will retry", error=describe(error), delay_s=decision.delay_s, **_fields(message)
-        )
 
     def _backoff_over(self, lane: Lane) -> None:
         if lane.phase is Phase.BACKOFF:
@@ -243,25 +332,16 @@ class Lanes:
     async def _bury(self, lane: Lane, message: Message, reason: str) -> None:
         await self._dead_letters.send(message, reason)
         self._metrics.dead_letters.inc()
-        _log.error("message dead-lettered", reason=reason, **_fields(message))
-        self._settle(lane)
+        _log.error("message dead-lettered", reason=reason, **log_fields(message))
+        self.settle(lane)
         self.on_ready()
 
-    def _settle(self, lane: Lane, *, more: bool = False) -> None:
-        """The head is finished: acknowledge it and let the lane go on."""
-        message = lane.finish()
-        self.held -= 1
-        self.finished += 1
-        self._acks.ack(message.reply)
-        if more:
-            return
-        if lane.phase is Phase.CLOSED:
-            self._abandon(lane)
-        elif lane.waiting:
+    def fed(self, lane: Lane) -> None:
+        """A parked lane got messages from the stream."""
+        if lane.waiting and lane.phase is Phase.IDLE:
             lane.phase = Phase.READY
             self.ready.append(lane)
-        else:
-            lane.phase = Phase.IDLE
+            self.on_ready()
 
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -272,7 +352,12 @@ class Lanes:
             for message in lane.waiting:
                 if message.received_s > limit:
                     break
-                self._acks.in_progress(message.reply)
+                if message.reply:
+                    self._acks.in_progress(message.reply)
+
+    def all(self) -> list[Lane]:
+        """Every lane."""
+        return list(self._lanes.values())
 
     def running_lanes(self) -> list[Lane]:
         """Lanes whose head is with a runner."""
@@ -284,7 +369,7 @@ class Lanes:
         _log.error(
             "handler exceeds its timeout and cannot be interrupted; its partition waits",
             running_s=round(running_s, 1),
-            **_fields(lane.waiting[0]),
+            **log_fields(lane.waiting[0]),
         )
 
     @property
@@ -308,7 +393,8 @@ class Lanes:
             task.cancel()
 
 
-def _fields(message: Message) -> dict[str, object]:
+def log_fields(message: Message) -> dict[str, object]:
+    """What a log line says of a message: where it is, never what it contains."""
     return {
         "stream": message.stream,
         "seq": message.seq,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable
 
@@ -33,6 +34,7 @@ class ProgressKeeper:
         self._health = health
         self._writer = uuid.uuid4().hex
         self._revision = 0
+        self._lock = asyncio.Lock()
         self._written: Progress | None = None
 
     async def load(self, stream: StreamInfo) -> Progress:
@@ -63,6 +65,10 @@ class ProgressKeeper:
 
     async def save(self, summarise: Callable[[str], Progress]) -> bool:
         """Store the positions if they changed; True when they are stored (or were already)."""
+        async with self._lock:
+            return await self._save(summarise)
+
+    async def _save(self, summarise: Callable[[str], Progress]) -> bool:
         progress = summarise(self._writer)
         if progress == self._written:
             return True

@@ -28,51 +28,55 @@ class UnorderedLanes(Lanes):
         """Every message of an owned partition below this sequence is finished."""
         return self._scatter.floor(self.next_seq)
 
-    def _take(self, lane: Lane, message: Message) -> None:
-        verdict = Verdict.FINISHED if message.seq < lane.position else self._scatter.offer(message.seq)
+    def deliver(self, subject: bytes, reply: bytes, header: bytes | None, payload: bytes, seq: int) -> None:
+        """Take in one delivery."""
+        entry = self._by_subject.get(subject) or self._route(subject)
+        if entry is None:
+            return
+        partition_lane, name = entry
+        self._messages.value += 1
+        self.cursor = seq + 1
+        self.next_seq = max(self.next_seq, seq + 1)
+        message = Message(name, payload, seq, partition_lane.ownership, reply, header, time.time())
         message.attempt = message.deliveries
+        verdict = Verdict.FINISHED if seq < partition_lane.position else self._scatter.offer(seq)
+        if verdict is not Verdict.ACCEPTED:
+            self._refuse(partition_lane, message, verdict)
+            return
         if message.attempt > 1:
             self._metrics.redeliveries.value += 1
-        if verdict is Verdict.ACCEPTED:
-            self.held += 1
-            own = Lane(lane.ownership)
-            own.waiting.append(message)
-            own.phase = Phase.READY
-            self._in_hand[message.seq] = own
-            self.ready.append(own)
-        elif verdict is Verdict.FINISHED:
-            self._acks.ack(message.reply)
-            self._metrics.skipped.value += 1
+        self.held += 1
+        lane = self._in_hand[seq] = Lane(partition_lane.ownership)
+        lane.waiting.append(message)
+        lane.phase = Phase.READY
+        self.ready.append(lane)
 
-    def _try_again(self, lane: Lane, message: Message, decision: TryAgain, error: BaseException) -> None:
-        self._log_retry(message, decision, error)
+    def _try_again(self, lane: Lane, message: Message, decision: TryAgain) -> None:
         self._acks.give_back(message.reply, decision.delay_s)
         self._scatter.give_back(message.seq)
         self._in_hand.pop(message.seq, None)
         self.held -= 1
 
-    def _settle(self, lane: Lane, *, more: bool = False) -> None:
-        message = lane.finish()
-        lane.phase = Phase.IDLE
-        self._scatter.finish(message.seq)
-        self._in_hand.pop(message.seq, None)
-        self.held -= 1
-        self.finished += 1
-        self._acks.ack(message.reply)
+    def settle(self, lane: Lane, more: bool = False) -> None:
+        """The message is finished."""
+        seq = lane.waiting[0].seq
+        super().settle(lane, more)
+        self._scatter.finish(seq)
+        self._in_hand.pop(seq, None)
 
-    def _retire(self, lane: Lane) -> None:
+    def _close(self, lane: Lane) -> None:
         """Drop what waits of a partition that is no longer ours; what runs finishes."""
-        super()._retire(lane)
+        super()._close(lane)
         for seq, own in list(self._in_hand.items()):
-            if own.ownership is lane.ownership:
-                with self.lock:
-                    waits = own.phase is Phase.READY
-                    if waits:
-                        own.phase = Phase.CLOSED
-                if waits:
-                    del self._in_hand[seq]
-                    self._scatter.forget(seq)
-                    self.held -= 1
+            if own.ownership is not lane.ownership:
+                continue
+            with self.lock:
+                waits = own.phase is Phase.READY
+                own.phase = Phase.CLOSED
+            if waits:
+                del self._in_hand[seq]
+                self._scatter.forget(seq)
+                self.held -= 1
 
     def keep_alive(self, older_than_s: float) -> None:
         """Tell the server of everything that has waited or run this long that it is still in hand."""

@@ -24,6 +24,7 @@ from parti.worker.acks import AckWriter
 from parti.worker.consumer import ConsumerPorts, WorkerConsumer
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.lanes import Lanes
+from parti.worker.parking import Parking
 from parti.worker.progress import ProgressKeeper
 from parti.worker.runners import Handler, Runners, make_runners
 from parti.worker.unordered import UnorderedLanes
@@ -114,13 +115,19 @@ class Worker:
         self._progress = ProgressKeeper(bucket, settings.worker_id, self.metrics, self.health)
         ports = ConsumerPorts(api, connection, wire, lanes, self.metrics, self.health)
         progress = await self._progress.load(stream)
-        self._consumer = WorkerConsumer(ports, settings, job.template, stream, progress)
+        self._consumer = WorkerConsumer(
+            ports, settings, job.template, stream, progress, each_subject=job.partitions is None
+        )
         if settings.metrics_port is not None:
             self._server = MetricsServer(self.metrics, self.health, settings.metrics_host, settings.metrics_port)
             self._server.start()
         self._connect_probes()
+        if settings.ordered and stream.retention == "limits":
+            limit = int(settings.backpressure * settings.max_ack_pending)
+            parking = Parking(lanes, api, self._store_progress, self.metrics, stream=job.stream, limit=limit)
+            self._upkeep.append(asyncio.create_task(parking.run()))
         await self._consumer.start(self._all_partitions())
-        self._upkeep = [asyncio.create_task(self._keep_alive()), asyncio.create_task(self._keep_progress())]
+        self._upkeep += [asyncio.create_task(self._keep_alive()), asyncio.create_task(self._keep_progress())]
         _log.info(
             "worker started",
             worker=settings.worker_id,
@@ -175,6 +182,8 @@ class Worker:
             self._lanes.cancel_dead_letters()
 
     async def _close(self) -> None:
+        for task in self._upkeep:
+            task.cancel()
         if self._server:
             self._server.stop()
         if self._connection:
@@ -193,6 +202,7 @@ class Worker:
         assert self._lanes
         while True:
             await asyncio.sleep(self.settings.progress_interval_s)
+            self._lanes.catch_up()
             self._lanes.evict()
             await self._store_progress()
 

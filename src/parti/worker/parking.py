@@ -1,0 +1,130 @@
+"""Parking: a partition that does not move must not take the room of the others.
+
+Unacknowledged messages of a stuck partition would fill MaxAckPending until nothing else is delivered. So its lane
+is parked: the position is stored first, then what waits behind the head is acknowledged and let go, and when the
+head is done at last the lane is fed from the stream, in order, until it has caught up. Only on streams with limits
+retention: elsewhere an acknowledgement deletes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from parti.core.lane import Lane, Phase, should_park
+from parti.errors import PartiError
+from parti.jetstream.api import JetStreamApi
+from parti.model.message import Message, StoredMessage
+from parti.telemetry.metrics import Metrics
+from parti.worker.lanes import Lanes
+
+_log = structlog.get_logger("parti.parking")
+
+_LOOK_INTERVAL_S = 0.1
+_PATIENCE_S = 1.0
+_FEED_AT_ONCE = 64
+_RETRY_S = 0.5
+
+
+class Parking:
+    """Watches the lanes, parks those that hold up the others and feeds them when they move again.
+
+    `store` makes the positions durable; until it has, a parked lane's messages stay unacknowledged.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        api: JetStreamApi,
+        store: Callable[[], Awaitable[bool]],
+        metrics: Metrics,
+        *,
+        stream: str,
+        limit: int,
+    ) -> None:
+        self._lanes = lanes
+        self._api = api
+        self._store = store
+        self._metrics = metrics
+        self._stream = stream
+        self._limit = limit
+        self._feeding: dict[Lane, asyncio.Task[None]] = {}
+        lanes.on_starved = self._feed_soon
+
+    async def run(self) -> None:
+        """Look after the lanes until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_INTERVAL_S)
+                stuck = self._stuck()
+                if stuck:
+                    await self._park(stuck)
+        finally:
+            for task in self._feeding.values():
+                task.cancel()
+
+    def _stuck(self) -> list[Lane]:
+        lanes, now = self._lanes, time.time()
+        if lanes.held * 2 < self._limit:
+            return []
+        return [
+            lane
+            for lane in lanes.all()
+            if not lane.parked
+            and lane.phase in {Phase.RUNNING, Phase.BACKOFF}
+            and should_park(
+                waiting=len(lane.waiting),
+                head_age_s=now - lane.waiting[0].received_s if lane.waiting else 0.0,
+                held=lanes.held,
+                limit=self._limit,
+                patience_s=_PATIENCE_S,
+            )
+        ]
+
+    async def _park(self, stuck: list[Lane]) -> None:
+        """Let go of what waits in these lanes, once their positions are stored."""
+        let_go: list[tuple[Lane, list[Message]]] = []
+        for lane in stuck:
+            let_go.append((lane, self._lanes.park(lane)))
+            self._metrics.parked.inc()
+            _log.warning(
+                "partition does not move and is parked; it will be read from the stream again",
+                partition=lane.ownership.partition.id,
+                position=lane.position,
+            )
+        while not await self._store():  # noqa: ASYNC110 - each turn is another attempt, nothing to wait for
+            await asyncio.sleep(_RETRY_S)
+        for lane, messages in let_go:
+            self._lanes.let_go(lane, messages)
+
+    def _feed_soon(self, lane: Lane) -> None:
+        if lane not in self._feeding:
+            task = self._feeding[lane] = asyncio.create_task(self._feed(lane))
+            task.add_done_callback(lambda _: self._feeding.pop(lane, None))
+
+    async def _feed(self, lane: Lane) -> None:
+        """Read the next messages of a parked lane whose queue has run empty."""
+        pattern = lane.ownership.partition.subject
+        messages: list[Message] = []
+        seq = lane.feed_from
+        while len(messages) < _FEED_AT_ONCE and seq <= lane.parked_to:
+            try:
+                stored = await self._api.next_on_subject(self._stream, pattern, seq)
+            except PartiError as error:
+                _log.warning("parked partition cannot be read, will try again", partition=pattern, error=str(error))
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if stored is None:
+                break
+            seq = stored.seq + 1
+            messages.append(
+                StoredMessage(
+                    stored.subject, stored.data, stored.seq, lane.ownership, stored.header, stored.stored_at
+                )
+            )
+        if lane.phase is not Phase.CLOSED:
+            lane.feed(messages)
+            self._lanes.fed(lane)
