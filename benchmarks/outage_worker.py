@@ -16,11 +16,12 @@ import sys
 import time
 from dataclasses import asdict
 from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
 from typing import Any
 
 import nats
 from benchmarks.audit import MSG_ID, Findings, Handled, audit, first_at_or_after, read_back
-from benchmarks.report import write_result
+from benchmarks.report import RESULTS, LiveLine, write_result
 from benchmarks.traffic import SteadyPublisher, answering_again
 from nats.js.api import StreamConfig
 from rich.console import Console
@@ -60,6 +61,7 @@ class Run:
         context = multiprocessing.get_context("spawn")
         self._handled = context.Value("q", 0)
         self._context = context
+        self.line = LiveLine()
 
     def _app(self) -> parti.App:
         app = parti.App(
@@ -119,7 +121,7 @@ class Run:
             if len(self.journal) > seen:
                 seen, moved_s = len(self.journal), time.monotonic()
             self._handled.value = len(self.journal)
-            console.print(f"  handled {seen:>9,} of {self.options.messages:,}, until {what}   ", end="\r")
+            self.line.show(f"handled {seen:,} of {self.options.messages:,}, waiting for {what}")
             await asyncio.sleep(0.02)
         self._handled.value = len(self.journal)
 
@@ -164,15 +166,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--partitions", type=int, default=200)
     parser.add_argument("--rate", type=float, default=6_000, help="most messages published a second")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the JSON result")
     options = parser.parse_args()
     configure_logging("error", "console")
     run = Run(options)
     findings = asyncio.run(run.measure())
+    run.line.end()
     result = _result(run, findings)
     whole = result["handled"] == options.messages
     passed = findings.clean and whole and all(s < RESUME_LIMIT_S for s in run.resumed_s)
     _show(result, passed)
-    console.print(f"written to {write_result('outage_worker', {**result, 'passed': passed})}", soft_wrap=True)
+    path = write_result("outage_worker", {**result, "passed": passed}, options.results)
+    console.print(f"written to {path}", soft_wrap=True)
     return 0 if passed else 1
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,12 +34,32 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_result(name: str, data: Mapping[str, Any]) -> Path:
-    """Write `data`, with the machine added under `machine` unless it is there, to `results/<name>.json`."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write_result(name: str, data: Mapping[str, Any], directory: Path = RESULTS) -> Path:
+    """Write `data`, with the machine added under `machine` unless it is there, to `<directory>/<name>.json`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **data}, indent=2) + "\n")
     return path
+
+
+class LiveLine:
+    """A line that says how far a run is: rewritten in place on a terminal, now and then a new one elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._next_s = 0.0
+
+    def show(self, text: str) -> None:
+        """Show the text unless the last one is too fresh."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + (0.2 if self._terminal else 10.0)
+            print(f"\r{text:<100}" if self._terminal else text, end="" if self._terminal else "\n", flush=True)
+
+    def end(self) -> None:
+        """Leave the line."""
+        if self._terminal:
+            print()
 
 
 def _server_version() -> str:

@@ -146,17 +146,19 @@ class Lane:
             self.feed_from = self.position
             self.parked_to = feed_to
 
-    def feed(self, messages: Iterable[Message]) -> int:
-        """Take in messages read from the stream, in order; unparks when everything let go is back."""
-        count = 0
+    def feed(self, messages: Iterable[Message], exhausted: bool) -> None:
+        """Take in messages read from the stream, in order; unparks when everything let go is back.
+
+        `exhausted`: the stream holds nothing more of what was let go (it has expired or was deleted).
+        """
+        if self.phase is Phase.CLOSED:
+            return
         for message in messages:
             if message.seq >= self.feed_from:
                 self.feed_from = message.seq + 1
                 self.waiting.append(message)
-                count += 1
-        if not count or self.feed_from > self.parked_to:
+        if exhausted or self.feed_from > self.parked_to:
             self.parked = False
-        return count
 
     def caught_up(self, cursor: int) -> bool:
         """Whether nothing is left that only the position remembers; `cursor`: all before it has been delivered."""

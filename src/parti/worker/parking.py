@@ -101,16 +101,27 @@ class Parking:
             self._lanes.let_go(lane, messages)
 
     def _feed_soon(self, lane: Lane) -> None:
-        if lane not in self._feeding:
+        # Asked for again as soon as the lane has run empty: the last task may have ended without being cleared away.
+        task = self._feeding.get(lane)
+        if task is None or task.done():
             task = self._feeding[lane] = asyncio.create_task(self._feed(lane))
-            task.add_done_callback(lambda _: self._feeding.pop(lane, None))
+            task.add_done_callback(self._fed)
+
+    def _fed(self, task: asyncio.Task[None]) -> None:
+        self._feeding = {lane: other for lane, other in self._feeding.items() if other is not task}
 
     async def _feed(self, lane: Lane) -> None:
         """Read the next messages of a parked lane whose queue has run empty."""
-        pattern = lane.ownership.partition.subject
+        while lane.parked and not lane.waiting and lane.phase is not Phase.CLOSED:
+            lane.feed(*await self._read(lane))
+        self._lanes.fed(lane)
+
+    async def _read(self, lane: Lane) -> tuple[list[Message], bool]:
+        """Messages from where the lane left off, and whether nothing that it let go lies beyond them."""
+        pattern, seq = lane.ownership.partition.subject, lane.feed_from
         messages: list[Message] = []
-        seq = lane.feed_from
         while len(messages) < _FEED_AT_ONCE and seq <= lane.parked_to:
+            bound = lane.parked_to
             try:
                 stored = await self._api.next_on_subject(self._stream, pattern, seq)
             except PartiError as error:
@@ -118,13 +129,12 @@ class Parking:
                 await asyncio.sleep(_RETRY_S)
                 continue
             if stored is None:
-                break
+                # Deleted or expired, unless more was let go while we asked.
+                return messages, lane.parked_to == bound
             seq = stored.seq + 1
             messages.append(
                 StoredMessage(
                     stored.subject, stored.data, stored.seq, lane.ownership, stored.header, stored.stored_at
                 )
             )
-        if lane.phase is not Phase.CLOSED:
-            lane.feed(messages)
-            self._lanes.fed(lane)
+        return messages, False
