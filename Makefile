@@ -36,7 +36,7 @@ format: $(VENV)/.stamp-dev ## let ruff sort, fix and format the code
 	@$(BIN)/ruff format
 
 bench-worker: $(VENV)/.stamp-dev ## measure the worker against nats-py and the ceiling
-	@$(BIN)/python benchmarks/bench_worker.py $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks.bench_worker $(BENCH_ARGS)
 
 requirements: $(VENV)/.stamp-build ## pin the requirements again (UPGRADE=1: to the newest versions)
 	@$(COMPILE) --all-extras pyproject.toml -o requirements/dev.txt
