@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -125,3 +126,23 @@ def answering_again(url: str, stream: str, timeout_s: float = 30.0) -> float:
             return time.monotonic()
         time.sleep(0.005)
     raise TimeoutError(f"JetStream did not answer for stream {stream!r} within {timeout_s:g} s")
+
+
+class BareSocket:
+    """Protocol bytes straight to the server, without acknowledgements: as fast as this machine can publish."""
+
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=10)
+        self._socket.sendall(b'CONNECT {"verbose":false}\r\n')
+
+    def send(self, commands: bytes) -> None:
+        """Send, waiting while the server does not keep up, and answer its pings."""
+        self._socket.sendall(commands)
+        while select.select([self._socket], [], [], 0)[0]:
+            if b"PING" in self._socket.recv(4096):
+                self._socket.sendall(b"PONG\r\n")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()

@@ -1,7 +1,7 @@
 """One stream, one worker, one record of what its handler saw: the kit that the worker tests share.
 
-Every name in it (stream, subjects, prefix, bucket, dead letters) is the test's own, so that tests on the shared server
-never meet. What was published is known by the sequences that the server acknowledged, never by assumption.
+Every name in it (stream, subjects, prefix, bucket, dead letters) is the test's own, so that tests on the shared
+server never meet. What was published is known by the sequences that the server acknowledged, never by assumption.
 """
 
 from __future__ import annotations

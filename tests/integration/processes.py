@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Kit
@@ -40,9 +40,10 @@ async def handle(message):
 """
 
 
-def write_app(directory: Path, kit: Kit, partitions: Iterable[str], *, body: str = "pass", name: str = "orders") -> str:
+def write_app(directory: Path, kit: Kit, partitions: Iterable[str], *, body: str = "pass", **settings: Any) -> str:
     """Write a module with an app and return it as `module:app`."""
-    settings = {k: v for k, v in kit.settings.items() if k not in {"nats", "log_level"}}
+    settings = {**kit.settings, **settings}
+    settings = {k: v for k, v in settings.items() if k not in {"nats", "log_level"}}
     text = APP.format(
         stream=kit.stream,
         template=kit.template,
@@ -52,8 +53,8 @@ def write_app(directory: Path, kit: Kit, partitions: Iterable[str], *, body: str
         started=str(directory / "started"),
         body=body,
     )
-    (directory / f"{name}.py").write_text(text)
-    return f"{name}:app"
+    (directory / "orders.py").write_text(text)
+    return "orders:app"
 
 
 def environment(**extra: str) -> dict[str, str]:

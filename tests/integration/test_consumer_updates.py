@@ -64,7 +64,12 @@ async def settled(kit: Kit) -> None:
 
 
 async def add_rival(kit: Kit, partition: str) -> None:
-    config = {"name": RIVAL, "durable_name": RIVAL, "ack_policy": "explicit", "filter_subject": kit.subject(partition)}
+    config = {
+        "name": RIVAL,
+        "durable_name": RIVAL,
+        "ack_policy": "explicit",
+        "filter_subject": kit.subject(partition),
+    }
     await kit.api.put_consumer(kit.stream, config, action="create")
 
 
@@ -521,3 +526,33 @@ async def test_a_backlog_on_a_work_queue_is_gained_whole(kit: Kit, record: Recor
 
 async def _gain(worker: Worker, partitions: list[str]) -> None:
     await worker.update_worker_consumer("one", partitions)
+
+
+@pytest.mark.parametrize("partitions", [["a"], ["a", "b"]], ids=["one subject", "two subjects"])
+async def test_a_new_session_of_an_unchanged_consumer_edits_nothing(
+    kit: Kit, record: Record, partitions: list[str]
+) -> None:
+    app = kit.app(record.handle, partitions)
+    async with app.running() as worker, audited(kit) as audit:
+        sent = await kit.publish(["a"], 3)
+        await eventually(lambda: worker.finished == 3)
+        await kit.api.reset_consumer(kit.stream, kit.consumer, 1)
+        await eventually(lambda: worker.metrics.resets.child("session").value >= 1)
+        sent = merge(sent, await kit.publish(["a"], 3))
+        await record.reaches(6)
+    async with app.running(), audited(kit) as again:
+        sent = merge(sent, await kit.publish(["a"], 3))
+        await record.reaches(9)
+    assert audit.filters() + again.filters() == []
+    record.is_exactly(sent)
+
+
+async def test_two_workers_with_one_id_are_reported(kit: Kit, record: Record) -> None:
+    app = kit.app(record.handle, ["a"])
+    async with app.running() as one, app.running() as other:
+
+        async def noticed() -> bool:
+            await kit.publish(["a"])
+            return any("worker_id" in reason for w in (one, other) for reason in w.health.reasons.values())
+
+        await eventually(noticed)

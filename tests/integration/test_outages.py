@@ -60,12 +60,15 @@ def note(journal: list[Handled], message: parti.Message) -> None:
     journal.append(Handled(message.subject, message.seq, id_, time.monotonic()))
 
 
-def app_for(stream: str, journal: list[Handled]) -> parti.App:
+def app_for(stream: str, journal: list[Handled], gate: asyncio.Event | None = None) -> parti.App:
+    """An app that notes what it handles; with a gate, the first partition waits until that is open."""
     app = parti.App(stream=stream, subject=f"{stream}.{{partition}}", partitions=PARTITIONS)
 
     @app.handler
     async def handle(message: parti.Message) -> None:
         note(journal, message)
+        if gate and message.partition.id == PARTITIONS[0]:
+            await gate.wait()
         if not message.seq % 5:
             await asyncio.sleep(0.002)  # Some handlers are in the middle of it when the outage comes.
 
@@ -123,14 +126,20 @@ class Flow:
 
 @contextlib.asynccontextmanager
 async def flowing(
-    servers: Servers, stream: str, count: int, *, worker_url: str | None = None, **settings: Any
+    servers: Servers,
+    stream: str,
+    count: int,
+    *,
+    worker_url: str | None = None,
+    gate: asyncio.Event | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Flow]:
     """Run a worker and a publisher; leave when all is handled and acknowledged, and check what came out."""
     await create_stream(servers, stream, num_replicas=settings.get("replicas", 1))
     flow = Flow(servers, stream, count)
     try:
         nats_url = worker_url or servers
-        async with app_for(stream, flow.journal).running(nats=nats_url, **settings) as flow.worker:
+        async with app_for(stream, flow.journal, gate).running(nats=nats_url, **settings) as flow.worker:
             yield flow
             await flow.finish()
     finally:
@@ -174,6 +183,23 @@ async def test_a_frozen_server_is_waited_for(nats_server_factory: Callable[..., 
             os.kill(server.pid, signal.SIGCONT)
         await flow.more_handled()
         await until(lambda: worker.health.healthy)
+
+
+async def test_a_parked_partition_survives_a_crash_of_the_server(
+    nats_server_factory: Callable[..., Server], stream_name: str
+) -> None:
+    server = nats_server_factory()
+    gate = asyncio.Event()
+    async with flowing(server.url, stream_name, 8_000, gate=gate, max_ack_pending=100, **QUICK) as flow:
+        worker = flow.worker
+        assert worker
+        await until(lambda: worker.metrics.parked.value > 0, 15)
+        for _ in range(2):
+            await server.kill()
+            await server.restart()
+            await flow.more_handled(200)
+        assert sum(entry.subject.endswith(f".{PARTITIONS[0]}") for entry in flow.journal) == 1, "it still waits"
+        gate.set()
 
 
 # ── the network ───────────────────────────────────────────────────────────────────────────────────────────────────

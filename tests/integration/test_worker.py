@@ -249,6 +249,30 @@ async def test_a_header_that_cannot_be_sent_again_does_not_hold_up_the_dead_lett
         await record.reaches(2, timeout_s=5)
 
 
+async def test_while_dead_letters_cannot_be_stored_their_lane_waits_and_others_go_on(
+    kit: Kit, record: Record
+) -> None:
+    async def handle(message: parti.Message) -> None:
+        record.note(message)
+        if message.partition.id == "bad":
+            raise parti.Reject("not this one")
+
+    async with kit.app(handle, ["bad", "good"]).running() as worker:
+        dead_letters = (await kit.api.call(f"STREAM.INFO.d{kit.root}"))["config"]
+        await kit.delete_stream(f"d{kit.root}")
+        sent = await kit.publish(["bad", "good"], 3)
+        await eventually(lambda: "dead-letters" in worker.health.reasons)
+        await eventually(lambda: len(record.of("good")) == 3)
+        assert len(record.of("bad")) == 1
+        await kit.api.call(f"STREAM.CREATE.d{kit.root}", dead_letters)
+        await eventually(lambda: worker.finished == 6)
+        assert worker.health.healthy
+    record.is_exactly(sent)
+    assert [headers_of(letter)["Parti-Sequence"] for letter in await kit.dead_letters()] == [
+        str(seq) for seq in sent["bad"]
+    ]
+
+
 @pytest.mark.parametrize("kind", ["async", "plain"])
 async def test_a_handler_slower_than_ack_wait_is_not_run_twice(kit: Kit, record: Record, kind: str) -> None:
     async def slow(message: parti.Message) -> None:

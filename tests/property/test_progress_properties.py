@@ -55,7 +55,12 @@ def test_every_partition_has_the_position_that_its_lane_and_the_floor_give_it(
 
 @settings(deadline=None, max_examples=300)
 @given(
-    floor=seqs, lanes=positions, behind=positions, ack_floor=st.integers(0, 60), same=st.booleans(), other=st.sets(ids)
+    floor=seqs,
+    lanes=positions,
+    behind=positions,
+    ack_floor=st.integers(0, 60),
+    same=st.booleans(),
+    other=st.sets(ids),
 )
 def test_an_ack_floor_never_takes_a_position_back_nor_past_the_ack_floor_nor_touches_what_is_behind(
     floor: int, lanes: dict[str, int], behind: dict[str, int], ack_floor: int, same: bool, other: set[str]

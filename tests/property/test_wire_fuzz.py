@@ -65,7 +65,17 @@ subject = st.lists(word, min_size=1, max_size=4).map(".".join).map(str.encode)
 reply = st.one_of(st.just(b""), subject)
 sid = st.integers(1, 12).map(lambda n: b"%d" % n)
 protocol_words = st.sampled_from(
-    [b"\r\n", b"\r", b"\n", b"MSG a 1 3\r\nabc\r\n", b"HMSG a 1 2 3\r\n", b"PING\r\n", b"+OK\r\n", b"-ERR 'x'\r\n", b" "]
+    [
+        b"\r\n",
+        b"\r",
+        b"\n",
+        b"MSG a 1 3\r\nabc\r\n",
+        b"HMSG a 1 2 3\r\n",
+        b"PING\r\n",
+        b"+OK\r\n",
+        b"-ERR 'x'\r\n",
+        b" ",
+    ]
 )
 payload = st.lists(protocol_words | st.binary(max_size=12), max_size=4).map(b"".join)
 header = st.lists(st.tuples(word, st.text("abc :,", max_size=8)), max_size=3).map(

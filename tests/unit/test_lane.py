@@ -138,7 +138,7 @@ def test_a_parked_lane_keeps_its_head_and_takes_nothing_more() -> None:
     lane.finish()
     assert lane.offer(message(1)) is Verdict.FINISHED
     assert lane.position == 2
-    assert not lane.caught_up()
+    assert not lane.caught_up(100)
 
 
 def test_a_parked_lane_is_fed_in_order_until_all_it_let_go_is_back() -> None:
@@ -146,10 +146,9 @@ def test_a_parked_lane_is_fed_in_order_until_all_it_let_go_is_back() -> None:
     lane.park()
     lane.finish()
     lane.offer(message(9))
-    lane.feed([message(2), message(5)])
-    assert lane.parked
+    lane.feed([message(2), message(5)], exhausted=False)
     assert lane.offer(message(12)) is Verdict.PARKED
-    lane.feed([message(5), message(9), message(12)])
+    lane.feed([message(5), message(9), message(12)], exhausted=False)
     assert not lane.parked
     assert seqs(lane) == [2, 5, 9, 12]
     assert lane.offer(message(13)) is Verdict.ACCEPTED
@@ -160,9 +159,9 @@ def test_a_parked_lane_whose_messages_are_gone_from_the_stream_goes_live_again()
     lane = lane_with(1, 2, phase=Phase.RUNNING)
     lane.park()
     lane.finish()
-    lane.feed([])
+    lane.feed([], exhausted=True)
     assert not lane.parked
-    assert lane.caught_up()
+    assert lane.caught_up(3)
 
 
 def test_a_late_message_is_not_let_go_for_ever_when_its_lane_is_parked() -> None:
@@ -171,13 +170,47 @@ def test_a_late_message_is_not_let_go_for_ever_when_its_lane_is_parked() -> None
     lane.park()
     lane.finish()
     # The stream still holds them all; 10 is finished.
-    lane.feed([message(seq) for seq in (5, 11, 12) if seq >= lane.feed_from and seq not in seqs(lane)])
+    lane.feed([message(seq) for seq in (5, 11, 12) if seq not in seqs(lane)], exhausted=True)
     assert seqs(lane) == [5, 11, 12]
     assert lane.position == 5
 
 
-def test_only_a_lane_that_does_not_move_and_takes_much_of_the_room_is_parked() -> None:
-    stuck = {"waiting": 50, "head_age_s": 2.0, "held": 200, "limit": 400, "patience_s": 1.0}
-    assert should_park(**stuck)  # type: ignore[arg-type]
-    for change in ({"waiting": 49}, {"head_age_s": 1.0}, {"held": 199}, {"waiting": 1, "limit": 2, "held": 2}):
-        assert not should_park(**(stuck | change))  # type: ignore[arg-type]
+def test_what_a_runner_holds_is_not_let_go() -> None:
+    lane = lane_with(1, 2, 3, 4, phase=Phase.RUNNING)
+    lane.taken_to = 2
+    assert [m.seq for m in lane.park()] == [3, 4]
+    assert seqs(lane) == [1, 2]
+    assert (lane.feed_from, lane.parked_to) == (3, 4)
+
+
+def test_a_lane_behind_has_caught_up_when_nothing_is_left_that_only_its_position_remembers() -> None:
+    lane = lane_with(position=5)
+    lane.start_behind(20)
+    assert not lane.caught_up(19)
+    assert lane.caught_up(20)
+    lane.start_behind(20, feed_to=9)
+    assert lane.offer(message(21)) is Verdict.PARKED
+    assert not lane.caught_up(30)
+    lane.feed([message(5), message(9), message(21)], exhausted=False)
+    lane.phase = Phase.RUNNING
+    assert not lane.parked
+    fed = Message("dc.a", b"", 30, OWNERSHIP)
+    lane.waiting.appendleft(fed)
+    assert not lane.caught_up(30)
+    lane.waiting.popleft()
+    assert lane.caught_up(30)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "head_age_s", "held", "expected"),
+    [(50, 2.0, 200, True), (49, 2.0, 200, False), (50, 1.0, 200, False), (50, 2.0, 199, False)],
+)
+def test_only_a_lane_that_does_not_move_and_takes_much_of_the_room_is_parked(
+    waiting: int, head_age_s: float, held: int, expected: bool
+) -> None:
+    parks = should_park(waiting=waiting, head_age_s=head_age_s, held=held, limit=400, patience_s=1.0)
+    assert parks is expected
+
+
+def test_a_head_alone_is_never_parked() -> None:
+    assert not should_park(waiting=1, head_age_s=9.0, held=2, limit=2, patience_s=1.0)

@@ -97,8 +97,7 @@ def test_header_bytes_that_are_not_utf8_do_not_raise() -> None:
     [
         (b"NATS/1.0 100 Idle Heartbeat\r\n\r\n", (100, "Idle Heartbeat")),
         (b"NATS/1.0 503\r\n\r\n", (503, "")),
-        (b"NATS/1.0 409 Message Size Exceeds MaxBytes\r\nNats-Pending-Messages: 1\r\n\r\n",)
-        + ((409, "Message Size Exceeds MaxBytes"),),
+        (b"NATS/1.0 409 Batch Completed\r\nNats-Pending-Messages: 1\r\n\r\n", (409, "Batch Completed")),
         (b"NATS/1.0\r\nA: 404\r\n\r\n", (0, "")),
         (b"NATS/1.0 abc\r\n\r\n", (0, "")),
         (b"", (0, "")),

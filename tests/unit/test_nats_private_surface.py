@@ -104,7 +104,8 @@ async def test_the_error_callback_is_set_before_anything_can_fail() -> None:
 
 
 def test_the_transport_keeps_its_stream_writer_where_it_can_be_aborted() -> None:
-    transport: Any = TcpTransport()
+    make: Any = TcpTransport
+    transport = make()
     assert transport._io_writer is None
     assert {"write", "read", "at_eof", "close"} <= set(dir(TcpTransport))
     assert not inspect.iscoroutinefunction(TcpTransport.write)

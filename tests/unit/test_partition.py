@@ -57,8 +57,10 @@ def test_values_that_do_not_fit_are_refused_with_the_template_in_the_text(values
 
 @pytest.mark.parametrize(
     "text",
-    ["dc.*.x", "dc.>", "dc.a{tool}", "dc.{tool}b", "dc.{}", "dc.{a-b}", "dc.{a!r}", "dc.{a:x}", "dc.{{a}}", "dc.}{"]
-    + ["dc.{a}.{a}", "dc..{a}", "", "dc.{a b}", "{a.b}", "dc.{", "dc.}"],
+    [
+        *("dc.*.x", "dc.>", "dc.a{tool}", "dc.{tool}b", "dc.{}", "dc.{a-b}", "dc.{a!r}", "dc.{a:x}", "dc.{{a}}"),
+        *("dc.}{", "dc.{a}.{a}", "dc..{a}", "", "dc.{a b}", "{a.b}", "dc.{", "dc.}"),
+    ],
 )
 def test_a_template_whose_keys_could_not_be_found_again_is_refused(text: str) -> None:
     with pytest.raises(SubjectMismatch):
@@ -66,7 +68,8 @@ def test_a_template_whose_keys_could_not_be_found_again_is_refused(text: str) ->
 
 
 @pytest.mark.parametrize(
-    "subject", ["dc.etch1.completion", "dc.a.b.other", "xx.a.b.completion", "dc.a.b.completion.more", "dc..b.completion"]
+    "subject",
+    ["dc.etch1.completion", "dc.a.b.other", "xx.a.b.completion", "dc.a.b.completion.more", "dc..b.completion"],
 )
 def test_a_foreign_subject_is_not_parsed(subject: str) -> None:
     with pytest.raises(SubjectMismatch):

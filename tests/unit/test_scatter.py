@@ -62,13 +62,14 @@ def test_a_redelivery_that_crossed_its_own_outcome_cannot_be_owed_and_done_at_on
     scatter.offer(1)
     scatter.finish(1)
     assert scatter.floor(5) == 5
-    assert scatter.offer(3) is Verdict.ACCEPTED
+    assert scatter.offer(1) is Verdict.FINISHED
+    assert scatter.offer(3) is Verdict.FINISHED
+    assert scatter.offer(3, behind=True) is Verdict.ACCEPTED
+    assert scatter.offer(5) is Verdict.ACCEPTED
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    st.lists(st.tuples(st.sampled_from(["offer", "finish", "give_back", "forget", "floor"]), st.integers(1, 8)))
-)
+@given(st.lists(st.tuples(st.sampled_from(["offer", "finish", "give_back", "forget", "floor"]), st.integers(1, 8))))
 def test_the_floor_agrees_with_a_plain_model(steps: list[tuple[str, int]]) -> None:
     scatter, state, seen = Scatter(), dict[int, str](), 0
     for step, seq in steps:

@@ -20,7 +20,8 @@ def test_valid_subjects_are_split_into_tokens(subject: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("subject", "expected"), [("a.b", False), ("a*", False), ("a>.b", False), ("*", True), ("a.*", True), ("a.>", True)]
+    ("subject", "expected"),
+    [("a.b", False), ("a*", False), ("a>.b", False), ("*", True), ("a.*", True), ("a.>", True)],
 )
 def test_only_whole_tokens_are_wildcards(subject: str, expected: bool) -> None:
     assert has_wildcard(subject) is expected

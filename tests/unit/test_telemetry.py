@@ -50,6 +50,7 @@ PROMISED = [
     "parti_handler_running gauge worker",
     "parti_lane_count gauge worker",
     "parti_lane_depth gauge worker",
+    "parti_lane_parked_total counter worker",
     "parti_partition_messages_total counter worker partition",
     "parti_progress_failures_total counter worker",
     "parti_progress_writes_total counter worker",

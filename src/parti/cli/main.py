@@ -55,14 +55,19 @@ def main(arguments: Sequence[str]) -> int:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context else "parti"
-        return _complain(f"{' '.join(message().split())} See '{command} --help'.")
+        return _refuse(" ".join(message().split()).rstrip("."), getattr(error, "ctx", None))
     return code if isinstance(code, int) else 0
 
 
+def _refuse(text: str, context: typer.Context | None) -> int:
+    if not text:
+        return 2  # called without a command: the help has been printed already
+    return _complain(f"{text}; see '{context.command_path if context else 'parti'} --help'")
+
+
 def _complain(text: str, code: int = 2) -> int:
-    typer.echo(f"parti: {text}", err=True)
+    # An error from the user's own module may span lines.
+    typer.echo(f"parti: {' '.join(text.split())}", err=True)
     return code
 
 

@@ -130,10 +130,13 @@ class Lane:
     def park(self) -> list[Message]:
         """Keep what a runner holds, let go of the rest and of what arrives from now on; returns what was let go."""
         let_go: list[Message] = []
-        while len(self.waiting) > 1 and self.waiting[-1].seq > self.taken_to:
+        # What the head has overtaken lies below `feed_from`: it stays, or nobody would read it again.
+        held = max(self.taken_to, self.waiting[0].seq)
+        while self.waiting[-1].seq > held:
             let_go.append(self.waiting.pop())
-        self.parked_to = let_go[0].seq if let_go else self.waiting[-1].seq
-        self.feed_from = self.waiting[-1].seq + 1
+        kept = max(message.seq for message in self.waiting)
+        self.parked_to = let_go[0].seq if let_go else kept
+        self.feed_from = kept + 1
         self.parked = self.behind = True
         return let_go[::-1]
 

@@ -15,10 +15,11 @@ class Scatter:
         self._active: set[int] = set()
         self._owed: set[int] = set()
         self._done: set[int] = set()
+        self._finished_below = 0
 
-    def offer(self, seq: int) -> Verdict:
-        """Take in a delivery; only ACCEPTED puts it in hand."""
-        if seq in self._done:
+    def offer(self, seq: int, *, behind: bool = False) -> Verdict:
+        """Take in a delivery; only ACCEPTED puts it in hand. `behind`: the floor does not speak for it."""
+        if seq in self._done or (seq < self._finished_below and not behind and seq not in self._owed):
             return Verdict.FINISHED
         if seq in self._active:
             return Verdict.DUPLICATE
@@ -45,4 +46,5 @@ class Scatter:
         """The lowest unfinished sequence, `next_seq` when there is none; forgets what lies below it."""
         floor = min(min(self._active, default=next_seq), min(self._owed, default=next_seq))
         self._done = {seq for seq in self._done if seq >= floor}
+        self._finished_below = max(self._finished_below, floor)
         return floor

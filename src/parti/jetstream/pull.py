@@ -23,9 +23,10 @@ from parti.core.pull_status import PullStep, next_step
 from parti.errors import ConnectionFailed, PartiError
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.wire import Wire, pub
-from parti.model.message import parse_headers, status_of
+from parti.model.message import status_of
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import PULL_STATUS, Metrics
+from parti.telemetry.tasks import watched
 
 _log = structlog.get_logger("parti.pull")
 
@@ -130,7 +131,10 @@ class PullEngine:
         if pull:
             self._open_session()
         self._removers = [self._wire.on_chunk(self.refill), self._connection.on_state(self._on_state)]
-        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+        self._tasks = [
+            watched(self._supervise(), "pull-supervisor", self._health),
+            watched(self._watch(), "pull-watch", self._health),
+        ]
 
     async def stop(self) -> None:
         """Stop pulling at once; messages still on their way are dropped and will be delivered again."""
@@ -165,12 +169,6 @@ class PullEngine:
         if not self._trouble.is_set():
             self._reason = reason
             self._trouble.set()
-
-    def pull_now(self) -> None:
-        """Send a fresh pull even though others stand: a filter update only wakes a new request at once."""
-        if self._open and self._slots:
-            slot = min(self._slots, key=lambda s: s.remaining)
-            self._request(slot, max(1, min(self._batch, self._tuning.limit - self._intake.held)))
 
     @property
     def healthy(self) -> bool:
@@ -266,7 +264,7 @@ class PullEngine:
         elif self._tuning.max_bytes:
             body["max_bytes"] = self._tuning.max_bytes
         if self._wire.write(pub(self._next_subject, json.dumps(body).encode(), slot.inbox)):
-            slot.remaining += size
+            slot.remaining = size
             self._metrics.pull_requests.inc()
 
     def _on_status(self, slot: _Slot, header: bytes) -> None:
@@ -275,9 +273,7 @@ class PullEngine:
         step = next_step(code, text)
         if step is PullStep.ALIVE or not self._open:
             return
-        # Two pulls may share a slot, so only what this one had left is written off.
-        left = parse_headers(header).get("Nats-Pending-Messages", "")
-        slot.remaining = max(0, slot.remaining - int(left)) if left.isdigit() else 0
+        slot.remaining = 0
         if step is PullStep.PULL_LARGER:
             slot.unlimited = True
         elif step is PullStep.WAIT_FOR_ROOM:

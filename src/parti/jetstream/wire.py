@@ -61,7 +61,7 @@ class LeanParser:
         if ours:
             self._after_chunk()
 
-    async def _parse(self, buf: bytes) -> tuple[int, bool]:
+    async def _parse(self, buf: bytes) -> tuple[int, bool]:  # noqa: PLR0912 - the hot loop: each call would cost
         """Handle every whole message in `buf`; return how much was used and whether a sink was called."""
         pos, end_of_buf, ours = 0, len(buf), False
         find, sinks = buf.find, self._sinks
@@ -81,6 +81,8 @@ class LeanParser:
             try:
                 body = eol + 2
                 end = body + int(args[-1])
+                if end < body:
+                    raise ValueError("negative size")
                 if end + 2 > end_of_buf:
                     self._need = end + 2 - pos
                     break
@@ -91,12 +93,15 @@ class LeanParser:
                 else:
                     reply = args[3] if len(args) == 6 else b""
                     split = body + int(args[-2])
+                    if not body <= split <= end:
+                        raise ValueError("header outside the message")
                     header, payload = buf[body:split], buf[split:end]
+                sink = sinks.get(sid)
+                number = 0 if sink else int(sid)
             except (ValueError, IndexError) as error:
                 raise ProtocolError("nats: malformed MSG") from error
-            sink = sinks.get(sid)
             if sink is None:
-                await self._client._process_msg(int(sid), args[1], reply, payload, header)
+                await self._client._process_msg(number, args[1], reply, payload, header)
             else:
                 ours = True
                 try:

@@ -297,7 +297,7 @@ class Metrics(Collector):
         self.handler_running = add(Gauge("parti_handler_running", "Handler calls running now."))
         self.lane_depth = add(Gauge("parti_lane_depth", "Messages waiting in lanes for their handler."))
         self.lane_count = add(Gauge("parti_lane_count", "Lanes, one for each active partition."))
-        self.parked = add(Counter("parti_lanes_parked_total", "Times a partition did not move and was parked."))
+        self.parked = add(Counter("parti_lane_parked_total", "Times a partition did not move and was parked."))
         self.dead_letters = add(Counter("parti_dead_letters_total", "Messages published as dead letters."))
         self.acks = add(Counter("parti_acks_total", "Acknowledgements sent."))
         self.partition_messages = add(

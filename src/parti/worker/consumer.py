@@ -228,12 +228,19 @@ class WorkerConsumer:
             except BaseException:
                 self._own(previous)
                 self._applied = previous
+                self._take_back([previous.partitions[s] for s in diff.removed])
                 self.engine.resume(prepared=False, reason="update failed")
                 raise
             self.engine.resume(prepared=True, pull=pull)
         self._last_update_s = time.monotonic()
         self._ports.metrics.update_duration.observe(self._last_update_s - started)
         self._applied_ok(filters, diff)
+
+    def _take_back(self, partitions: Iterable[Partition]) -> None:
+        """Partitions that were let go for an update that failed: what waited in their lanes must come again."""
+        lanes = self._ports.lanes
+        for partition in partitions:
+            lanes.gain(partition, self._position(partition.id, partition.subject))
 
     def _applied_ok(self, filters: FilterSet, diff: FilterDiff) -> None:
         metrics = self._ports.metrics
@@ -309,6 +316,7 @@ class WorkerConsumer:
             return
         lanes.next_seq = record.floor
         lanes.restore(record.behind)
+        lanes.restore({p.id: record.position(p.id, p.subject) for p in self._no_longer_ours(filters)})
         for partition_id in record.behind:
             partition = self._parked_partition(partition_id, filters)
             if partition:
@@ -320,6 +328,17 @@ class WorkerConsumer:
             lanes.next_seq = min(record.floor, first or record.floor)
             return
         await self._gain(uncovered)
+
+    def _no_longer_ours(self, filters: FilterSet) -> list[Partition]:
+        """Partitions that an earlier run owned and this one does not: their positions must not be forgotten."""
+        gone = [s for s in self._baseline.covered if not self._each_subject and s not in filters.partitions]
+        partitions = []
+        for subject in gone:
+            try:
+                partitions.append(self._template.parse(subject))
+            except SubjectMismatch:
+                _log.warning("the record speaks of a subject that does not fit the template", subject=subject)
+        return partitions
 
     def _parked_partition(self, partition_id: str, filters: FilterSet) -> Partition | None:
         """The partition behind an entry of the record, if it was parked (and not released) and is ours again."""

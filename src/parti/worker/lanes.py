@@ -84,6 +84,10 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
         self._by_subject: dict[bytes, tuple[Lane, str]] = {}
         self._released: dict[str, int] = {}
+        # Lanes that were forgotten had finished everything below this.
+        self._evicted_below = 0
+        # Released, but their handler still runs.
+        self._leaving: dict[str, Lane] = {}
         # What arrives for a parked lane whose position is not stored yet.
         self._keeping: dict[Lane, list[Message]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,12 +110,21 @@ class Lanes:
 
     def gain(self, partition: Partition, position: int, *, feed_to: int = 0) -> None:
         """Take up a partition whose unfinished messages lie below what has been delivered already."""
-        lane = Lane(Ownership(partition, self._stream, self._worker_id), position)
+        lane = self._open(partition, position)
         lane.start_behind(self.next_seq, feed_to)
-        self._released.pop(partition.id, None)
-        self._lanes[partition.id] = lane
         if feed_to:
             self.on_starved(lane)
+
+    def _open(self, partition: Partition, position: int) -> Lane:
+        """Give a partition its lane; one whose last handler still runs goes on with the same."""
+        position = max(position, self._released.pop(partition.id, 0))
+        lane = self._leaving.pop(partition.id, None)
+        if lane is None:
+            lane = Lane(Ownership(partition, self._stream, self._worker_id), position)
+        else:
+            lane.phase = Phase.RUNNING
+        self._lanes[partition.id] = lane
+        return lane
 
     def restore(self, released: dict[str, int]) -> None:
         """Remember positions of partitions that an earlier run had released or parked."""
@@ -132,19 +145,21 @@ class Lanes:
         lanes = [lane for lane in self._lanes.values() if covers(partition.subject, lane.ownership.partition.subject)]
         for lane in lanes:
             self._close(lane)
-        if not lanes:
-            # Nothing arrived while we owned it: everything up to what we have seen is finished.
-            self._released[partition.id] = max(self.floor, self._position_of(partition.id, partition.subject))
+        position = self._position_of(partition.id, partition.subject)
+        if not lanes and position:
+            self._released[partition.id] = position
 
     def _close(self, lane: Lane) -> None:
         partition_id = lane.ownership.partition.id
         with self.lock:
             running = lane.phase is Phase.RUNNING
             lane.phase = Phase.CLOSED
-        self._released[partition_id] = lane.position
-        if not running:
-            self._abandon(lane)
         del self._lanes[partition_id]
+        self._released[partition_id] = lane.position
+        if running:
+            self._leaving[partition_id] = lane
+        else:
+            self._abandon(lane)
         self._by_subject = {s: entry for s, entry in self._by_subject.items() if entry[0] is not lane}
         self._metrics.partition_messages.remove(partition_id)
 
@@ -152,8 +167,8 @@ class Lanes:
         """Drop what waits in a closed lane: it belongs to the next owner, who starts at the position."""
         self.held -= sum(1 for message in lane.waiting if message.reply) + len(self._keeping.pop(lane, ()))
         lane.waiting.clear()
-        if lane.ownership.partition.id not in self._lanes:
-            self._released[lane.ownership.partition.id] = lane.position
+        self._leaving.pop(lane.ownership.partition.id, None)
+        self._released[lane.ownership.partition.id] = lane.position
 
     @property
     def floor(self) -> int:
@@ -252,10 +267,8 @@ class Lanes:
                     return None
         lane = self._lanes.get(partition.id)
         if lane is None:
-            ownership = Ownership(partition, self._stream, self._worker_id)
-            position = self._released.pop(partition.id, 0)
-            position = max(position, self._position_of(partition.id, partition.subject))
-            lane = self._lanes[partition.id] = Lane(ownership, position)
+            start = self._position_of(partition.id, partition.subject)
+            lane = self._open(partition, max(start, self._evicted_below if self._each_subject else 0))
         entry = self._by_subject[subject] = (lane, name)
         return entry
 
@@ -263,7 +276,7 @@ class Lanes:
         """Forget idle lanes whose position the floor implies, when there are very many subjects."""
         if len(self._lanes) <= _EVICT_ABOVE or not self._each_subject:
             return
-        floor = self.floor
+        floor = self._evicted_below = self.floor
         gone = {
             pid: lane
             for pid, lane in self._lanes.items()
@@ -276,9 +289,12 @@ class Lanes:
 
     # ── outcomes ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def settle(self, lane: Lane, more: bool = False) -> None:
-        """The head is finished: acknowledge it and let the lane go on, unless a runner does that (`more`)."""
-        message = lane.finish()
+    def settle(self, lane: Lane, more: bool = False, message: Message | None = None) -> None:
+        """A message is finished (the head, if none is named): acknowledge it and let the lane go on.
+
+        `more`: the runner that reports goes on with this lane by itself.
+        """
+        message = lane.finish(message)
         self.finished += 1
         if message.reply:
             self.held -= 1
@@ -295,10 +311,10 @@ class Lanes:
             if lane.parked:
                 self.on_starved(lane)
 
-    def failed(self, lane: Lane, error: BaseException, elapsed_s: float) -> None:
-        """The handler of the lane's head raised."""
+    def failed(self, lane: Lane, error: BaseException, elapsed_s: float, message: Message | None = None) -> None:
+        """The handler of a message (the head, if none is named) raised."""
         self.observe_latency(elapsed_s)
-        message = lane.waiting[0]
+        message = message or lane.waiting[0]
         if lane.phase is Phase.CLOSED:
             _log.warning(
                 "handler failed after its partition was released", error=describe(error), **log_fields(message)
@@ -333,7 +349,7 @@ class Lanes:
         await self._dead_letters.send(message, reason)
         self._metrics.dead_letters.inc()
         _log.error("message dead-lettered", reason=reason, **log_fields(message))
-        self.settle(lane)
+        self.settle(lane, message=message)
         self.on_ready()
 
     def fed(self, lane: Lane) -> None:

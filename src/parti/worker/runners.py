@@ -83,6 +83,7 @@ class AsyncRunners:
         self._idle: list[_Runner] = []
         self._all: set[_Runner] = set()
         self._handoff_due = False
+        self._stopping = False
         self._drained: asyncio.Future[None] | None = None
         self._watchdog = self._loop.create_task(self._watch()) if timeout_s else None
         lanes.on_ready = self.kick
@@ -115,7 +116,12 @@ class AsyncRunners:
         timeout_s = self._timeout_s or float("inf")
         while True:
             left = _SLICE
-            while ready and self._pump is runner and not lanes.draining:
+            while ready and not lanes.draining:
+                if self._pump is not runner:
+                    if self._pump is not None and not self._pump.in_handler:
+                        break
+                    # Whoever should look after the ready lanes waits in a handler itself.
+                    self._pump = runner
                 lane = ready.popleft()
                 if lane.phase is not _READY:
                     continue
@@ -132,10 +138,11 @@ class AsyncRunners:
                 try:
                     await handler(lane.waiting[0])
                 except asyncio.CancelledError as cancelled:
-                    if not runner.timed_out:
+                    if self._stopping:
                         # The worker is being stopped, not the message: leave it unfinished.
                         lanes.running -= 1
                         raise
+                    # A timeout, or something that the handler waited for was cancelled.
                     error = cancelled
                 except Exception as raised:
                     error = raised
@@ -149,6 +156,8 @@ class AsyncRunners:
                     settle(lane)
                 else:
                     lanes.failed(lane, error, elapsed)
+                if self._stopping:
+                    return  # the handler took no notice of its cancellation
                 left -= 1
                 if not left:
                     left = _SLICE
@@ -192,7 +201,7 @@ class AsyncRunners:
 
     async def stop(self) -> None:
         """Cancel every runner, running handlers included."""
-        self._lanes.draining = True
+        self._stopping = self._lanes.draining = True
         tasks = [r.task for r in self._all if r.task] + ([self._watchdog] if self._watchdog else [])
         for task in tasks:
             task.cancel()
@@ -214,11 +223,11 @@ class ThreadRunners:
         self._wake = threading.Semaphore(0)
         self._idle = 0
         self._threads: list[threading.Thread] = []
-        self._done: deque[tuple[Lane | None, float, BaseException | None, bool]] = deque()
+        self._done: deque[tuple[Lane, Message, float, BaseException | None, bool] | None] = deque()
         self._signalled = False
         self._stopping = False
         self._drained: asyncio.Future[None] | None = None
-        self._overdue: dict[str, int] = {}
+        self._overdue: set[Message] = set()
         self._watchdog = self._loop.create_task(self._watch()) if timeout_s else None
         lanes.on_ready = self.kick
 
@@ -248,7 +257,7 @@ class ThreadRunners:
                 except IndexError:
                     break
                 self._work(lane)
-            self._post(None, 0.0, None, False)
+            self._post(None)
             self._wake.acquire()
 
     def _work(self, lane: Lane) -> None:
@@ -259,22 +268,26 @@ class ThreadRunners:
             lane.phase = Phase.RUNNING
             batch = list(islice(lane.waiting, _BATCH))
             lane.taken_to = batch[-1].seq
+            self._lanes.running += 1
         for message in batch:
             started = lane.started_s = time.perf_counter()
             error: BaseException | None = None
             try:
                 result = self._handler(message)
+                if inspect.iscoroutine(result):
+                    result.close()
                 if inspect.isawaitable(result):
                     error = TypeError("the handler returned an awaitable; declare it with 'async def'")
-            except Exception as raised:
+            except BaseException as raised:  # a thread has nobody else to tell, not even of SystemExit
                 error = raised
             stop = error is not None or message is batch[-1] or self._lanes.draining or lane.phase is Phase.CLOSED
-            self._post(lane, time.perf_counter() - started, error, stop)
+            self._post((lane, message, time.perf_counter() - started, error, stop))
             if stop:
                 return
 
-    def _post(self, lane: Lane | None, elapsed_s: float, error: BaseException | None, last: bool) -> None:
-        self._done.append((lane, elapsed_s, error, last))
+    def _post(self, outcome: tuple[Lane, Message, float, BaseException | None, bool] | None) -> None:
+        """Tell the loop of an outcome, or (None) that this thread has nothing to do."""
+        self._done.append(outcome)
         if not self._signalled:
             self._signalled = True
             try:
@@ -288,16 +301,20 @@ class ThreadRunners:
         self._signalled = False
         lanes = self._lanes
         while self._done:
-            lane, elapsed_s, error, last = self._done.popleft()
-            if lane is None:
+            outcome = self._done.popleft()
+            if outcome is None:
                 self._idle += 1
-            elif error is not None:
+                continue
+            lane, message, elapsed_s, error, last = outcome
+            if last:
                 lane.started_s = 0.0
-                lanes.failed(lane, error, elapsed_s)
+                with lanes.lock:
+                    lanes.running -= 1
+            if error is not None:
+                lanes.failed(lane, error, elapsed_s, message)
             else:
-                lane.started_s = 0.0 if last else lane.started_s
                 lanes.observe_latency(elapsed_s)
-                lanes.settle(lane, not last)
+                lanes.settle(lane, not last, message)
         if self._drained and not self._busy() and not self._drained.done():
             self._drained.set_result(None)
         self.kick()
@@ -310,12 +327,15 @@ class ThreadRunners:
         while True:
             await asyncio.sleep(max(_TIMEOUT_CHECK_S, self._timeout_s / 4))
             now = time.perf_counter()
-            for lane in self._lanes.running_lanes():
-                seq, partition_id = lane.waiting[0].seq, lane.ownership.partition.id
-                late = lane.started_s and now - lane.started_s > self._timeout_s
-                if late and self._overdue.get(partition_id) != seq:
-                    self._overdue[partition_id] = seq
+            late = {
+                lane.waiting[0]: lane
+                for lane in self._lanes.running_lanes()
+                if lane.started_s and now - lane.started_s > self._timeout_s
+            }
+            for message, lane in late.items():
+                if message not in self._overdue:
                     self._lanes.overdue(lane, now - lane.started_s)
+            self._overdue = set(late)
 
     async def drain(self, timeout_s: float) -> bool:
         """Start nothing more and wait for running functions."""

@@ -8,7 +8,7 @@ from typing import Any
 from parti.core.lane import Lane, Phase, Verdict
 from parti.core.retry import TryAgain
 from parti.core.scatter import Scatter
-from parti.model.message import Message
+from parti.model.message import Message, Ownership
 from parti.worker.lanes import Lanes
 
 
@@ -22,6 +22,7 @@ class UnorderedLanes(Lanes):
         super().__init__(**options)
         self._scatter = Scatter()
         self._in_hand: dict[int, Lane] = {}
+        self._owed: dict[int, Ownership] = {}
 
     @property
     def floor(self) -> int:
@@ -39,13 +40,15 @@ class UnorderedLanes(Lanes):
         self.next_seq = max(self.next_seq, seq + 1)
         message = Message(name, payload, seq, partition_lane.ownership, reply, header, time.time())
         message.attempt = message.deliveries
-        verdict = Verdict.FINISHED if seq < partition_lane.position else self._scatter.offer(seq)
+        finished = seq < partition_lane.position
+        verdict = Verdict.FINISHED if finished else self._scatter.offer(seq, behind=partition_lane.behind)
         if verdict is not Verdict.ACCEPTED:
             self._refuse(partition_lane, message, verdict)
             return
         if message.attempt > 1:
             self._metrics.redeliveries.value += 1
         self.held += 1
+        self._owed.pop(seq, None)
         lane = self._in_hand[seq] = Lane(partition_lane.ownership)
         lane.waiting.append(message)
         lane.phase = Phase.READY
@@ -55,28 +58,45 @@ class UnorderedLanes(Lanes):
         self._acks.give_back(message.reply, decision.delay_s)
         self._scatter.give_back(message.seq)
         self._in_hand.pop(message.seq, None)
+        self._owed[message.seq] = lane.ownership
         self.held -= 1
 
-    def settle(self, lane: Lane, more: bool = False) -> None:
+    def settle(self, lane: Lane, more: bool = False, message: Message | None = None) -> None:
         """The message is finished."""
         seq = lane.waiting[0].seq
-        super().settle(lane, more)
-        self._scatter.finish(seq)
         self._in_hand.pop(seq, None)
+        self._scatter.finish(seq)
+        super().settle(lane, more, message)
 
     def _close(self, lane: Lane) -> None:
-        """Drop what waits of a partition that is no longer ours; what runs finishes."""
+        """Drop what waits of a partition that is no longer ours; what runs finishes.
+
+        The position is the lowest message that is not finished, running ones included: they may still fail.
+        """
         super()._close(lane)
-        for seq, own in list(self._in_hand.items()):
-            if own.ownership is not lane.ownership:
-                continue
+        mine = {seq: own for seq, own in self._in_hand.items() if own.ownership is lane.ownership}
+        owed = [seq for seq, ownership in self._owed.items() if ownership is lane.ownership]
+        self._released[lane.ownership.partition.id] = min([*mine, *owed], default=max(lane.position, self.next_seq))
+        for seq, own in mine.items():
             with self.lock:
                 waits = own.phase is Phase.READY
                 own.phase = Phase.CLOSED
             if waits:
-                del self._in_hand[seq]
-                self._scatter.forget(seq)
-                self.held -= 1
+                self._forget(own, seq)
+        for seq in owed:
+            del self._owed[seq]
+            self._scatter.forget(seq)
+
+    def _abandon(self, lane: Lane) -> None:
+        """The handler of a released partition is done, or failed: what it had is no longer ours."""
+        if lane.waiting:
+            self._forget(lane, lane.waiting[0].seq)
+
+    def _forget(self, lane: Lane, seq: int) -> None:
+        lane.waiting.clear()
+        self._in_hand.pop(seq, None)
+        self._scatter.forget(seq)
+        self.held -= 1
 
     def keep_alive(self, older_than_s: float) -> None:
         """Tell the server of everything that has waited or run this long that it is still in hand."""

@@ -20,6 +20,7 @@ from parti.model.subjects import overlap, within
 from parti.telemetry.health import Health
 from parti.telemetry.http import MetricsServer
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import watched
 from parti.worker.acks import AckWriter
 from parti.worker.consumer import ConsumerPorts, WorkerConsumer
 from parti.worker.deadletters import DeadLetterStream
@@ -125,9 +126,12 @@ class Worker:
         if settings.ordered and stream.retention == "limits":
             limit = int(settings.backpressure * settings.max_ack_pending)
             parking = Parking(lanes, api, self._store_progress, self.metrics, stream=job.stream, limit=limit)
-            self._upkeep.append(asyncio.create_task(parking.run()))
+            self._upkeep.append(watched(parking.run(), "parking", self.health))
         await self._consumer.start(self._all_partitions())
-        self._upkeep += [asyncio.create_task(self._keep_alive()), asyncio.create_task(self._keep_progress())]
+        self._upkeep += [
+            watched(self._keep_alive(), "keep-alive", self.health),
+            watched(self._keep_progress(), "progress", self.health),
+        ]
         _log.info(
             "worker started",
             worker=settings.worker_id,
