@@ -38,8 +38,14 @@ def worker(
     made = app.worker(
         nats=nats, worker_id=worker_id, metrics_port=metrics_port, log_level=log_level, log_format=log_format
     )
-    configure_logging(made.settings.log_level, made.settings.log_format)
-    code = asyncio.run(serve(made))
+    settings = made.settings
+
+    def speak() -> None:
+        configure_logging(settings.log_level, settings.log_format)
+
+    # A worker that cannot start says so in one line; what led there is only of interest to who asked for it.
+    configure_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
+    code = asyncio.run(serve(made, on_started=speak))
     if code:
         raise typer.Exit(code)
 

@@ -105,9 +105,7 @@ class JetStreamApi:
                 "the server answers, but JetStream is not enabled there; start nats-server with JetStream (-js) or "
                 "enable it for this account"
             ) from error
-        answer: dict[str, Any] = json.loads(reply.data)
-        _raise_error(answer)
-        return answer
+        return _answer(reply.data)
 
     async def account_info(self) -> dict[str, Any]:
         """Limits and usage of the account; the cheapest proof that JetStream is there."""
@@ -162,15 +160,20 @@ class JetStreamApi:
     ) -> int:
         """Publish to a stream and return the sequence once the server has stored the message."""
         reply = await self._connection.request(subject, payload, headers=headers, timeout_s=timeout_s)
-        answer: dict[str, Any] = json.loads(reply.data)
-        _raise_error(answer)
-        return int(answer["seq"])
+        return int(_answer(reply.data).get("seq", 0))
 
 
-def _raise_error(answer: Mapping[str, Any]) -> None:
+def _answer(data: bytes) -> dict[str, Any]:
+    """Decode an answer; an error in it, or anything that is not an answer, is raised."""
+    try:
+        answer = json.loads(data)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ApiError(0, "the answer does not come from JetStream: something else listens on this subject")
     error = answer.get("error")
     if not error:
-        return
+        return answer
     code, text = int(error.get("err_code", 0)), str(error.get("description", "unknown error"))
     if code in _NOT_ENABLED:
         raise JetStreamUnavailable(f"{text}; enable JetStream for this account on the server")

@@ -50,7 +50,11 @@ class Bucket:
         return cls(api, name)
 
     async def get(self, key: str) -> Entry | None:
-        """Read a key from the leader; None when it is absent or deleted."""
+        """Read a key from the leader; None when it never existed.
+
+        A key that was deleted or has expired leaves a marker: an entry without value, whose revision the next
+        compare-and-set has to name.
+        """
         try:
             answer = await self._api.call(
                 f"STREAM.MSG.GET.{self._stream}", {"last_by_subj": f"$KV.{self.name}.{key}"}
@@ -58,8 +62,7 @@ class Bucket:
         except NotFound:
             return None
         message = answer["message"]
-        data = base64.b64decode(message.get("data", ""))
-        return Entry(data, int(message["seq"])) if data else None
+        return Entry(base64.b64decode(message.get("data", "")), int(message["seq"]))
 
     async def put(self, key: str, value: bytes, *, revision: int) -> int:
         """Write a key if its revision is still `revision` (0: it must not exist); returns the new revision.

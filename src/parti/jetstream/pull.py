@@ -64,8 +64,6 @@ class PullTuning:
     heartbeat_s: float
     limit: int
     """Messages in flight at which pulling stops."""
-    gapless: bool
-    """Whether a hole in the chain of deliveries ends the session (it does where order matters)."""
 
 
 class _Slot:
@@ -113,6 +111,7 @@ class PullEngine:
         self._slots: list[_Slot] = []
         self._open = False
         self._paused = False
+        self._nothing_to_pull = False
         self._hold_until_tick = False
         self._expected = 0
         self._heard = False
@@ -128,6 +127,7 @@ class PullEngine:
     async def start(self) -> None:
         """Begin pulling; returns when the first session stands, or raises what `prepare` raised."""
         pull = await self._prepare(self._reason)
+        self._nothing_to_pull = not pull
         if pull:
             self._open_session()
         self._removers = [self._wire.on_chunk(self.refill), self._connection.on_state(self._on_state)]
@@ -158,6 +158,7 @@ class PullEngine:
         self._paused = False
         self._resumed.set()
         if prepared and not self._trouble.is_set():
+            self._nothing_to_pull = not pull
             if pull:
                 self._open_session()
         else:
@@ -173,7 +174,7 @@ class PullEngine:
     @property
     def healthy(self) -> bool:
         """Whether pulls stand, or deliberately do not."""
-        return self._open or self._paused
+        return self._open or self._paused or self._nothing_to_pull
 
     @property
     def credit(self) -> int:
@@ -202,8 +203,7 @@ class PullEngine:
 
     def _open_session(self) -> None:
         self._close_session()
-        # RESET makes the server count from one again; without it (unordered) the chain is not checked.
-        self._expected = 1
+        self._expected = 1  # RESET makes the server count from one again
         self._heard = True
         self._hold_until_tick = False
         self._slots = []
@@ -224,7 +224,6 @@ class PullEngine:
 
     def _sink_for(self, slot: _Slot) -> Callable[[bytes, bytes, bytes | None, bytes], None]:
         deliver = self._intake.deliver
-        gapless = self._tuning.gapless
 
         def sink(subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
             self._heard = True
@@ -234,7 +233,7 @@ class PullEngine:
             tokens = reply.split(b".")
             base = 5 if len(tokens) == 9 else 7
             counter = int(tokens[base + 1])
-            if counter != self._expected and gapless:
+            if counter != self._expected:
                 if self._open:
                     self._gaps += 1
                     self.new_session(f"delivery {self._expected} is missing, got {counter}")
@@ -303,6 +302,7 @@ class PullEngine:
             self._trouble.clear()
             try:
                 pull = await self._prepare(reason)
+                self._nothing_to_pull = not pull
                 opened = not self._trouble.is_set() and not self._paused
                 if opened and pull:
                     self._open_session()

@@ -73,6 +73,7 @@ class App:
         """Run a worker inside this process for the length of a `with` block; it drains at the end."""
         worker = self.worker(**overrides)
         await worker.start()
+        worker.announce()
         try:
             yield worker
         finally:

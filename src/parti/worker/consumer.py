@@ -190,6 +190,7 @@ class WorkerConsumer:
     async def _apply_newest(self) -> tuple[int, PartiError | None]:
         delay = _RETRY_MIN_S
         failure: PartiError | None = None
+        version = 0
         for attempt in range(1, self._settings.update_attempts + 1):
             # Re-read at each attempt: a newer set wins over one that is still being tried.
             version, filters = self._wanted_version, self._wanted
@@ -212,7 +213,7 @@ class WorkerConsumer:
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             delay = min(delay * 2, _RETRY_MAX_S)
         self._update_failed(failure)
-        return self._wanted_version, failure
+        return version, failure
 
     async def _apply(self, filters: FilterSet, diff: FilterDiff) -> None:
         """Bring one set into force, or leave the previous one in force and raise."""
@@ -278,25 +279,47 @@ class WorkerConsumer:
     async def _settle_on(self, filters: FilterSet, diff: FilterDiff, *, reason: str) -> bool:
         """RESET to the lowest unfinished position, then set the filter; False when there is nothing to pull."""
         lanes, api, stream = self._ports.lanes, self._ports.api, self._stream.name
-        gained = await self._gain([filters.partitions[s] for s in diff.added])
-        target = lanes.resume_at
         subjects = filters.subjects or (self._placeholder(),)
         info = await self._find()
-        rewind = target > 1 if info is None else self._settings.ordered or gained
+        if info is None:
+            await self._check_stream()
+        elif reason != "update" and info.subjects != tuple(sorted(subjects)):
+            await self._mistrust(filters, info)
+        await self._gain([filters.partitions[s] for s in diff.added])
+        target = lanes.resume_at
         if info is None:
             if self._existed:
                 self._ports.metrics.recreated.inc()
                 _log.warning("consumer was gone and is made again", consumer=self._name, at=target, reason=reason)
             info = await api.put_consumer(stream, build_config(self._name, subjects, self._tuning()), action="create")
             self._existed = True
-        if rewind:
-            await api.reset_consumer(stream, self._name, target)
-            lanes.cursor = target
-            self._ports.metrics.resets.inc("update" if reason == "update" else "session")
+        await api.reset_consumer(stream, self._name, target)
+        lanes.cursor = target
+        self._ports.metrics.resets.inc("update" if reason == "update" else "session")
         config = build_config(self._name, subjects, self._tuning(), existing=info.config)
         if info.subjects != tuple(sorted(subjects)) or any(info.config.get(k) != v for k, v in config.items()):
             await api.put_consumer(stream, config, action="update")
         return bool(filters.partitions)
+
+    async def _check_stream(self) -> None:
+        """The consumer is gone; if the stream went with it and is another one now, nothing we know holds."""
+        stream = await self._ports.api.stream_info(self._stream.name)
+        if stream.created == self._stream.created:
+            return
+        _log.warning("the stream was made anew; starting over", stream=stream.name, created=stream.created)
+        self._stream = stream
+        self._baseline = Progress(stream=stream.name, stream_created=stream.created)
+        self._starts.clear()
+        self._ports.lanes.start_over()
+
+    async def _mistrust(self, filters: FilterSet, info: ConsumerInfo) -> None:
+        """Somebody else changed the filter: messages may have been passed over, so look for them."""
+        _log.error("the consumer's filter was changed by somebody else; putting it right", found=info.subjects[:20])
+        lanes = self._ports.lanes
+        if self._each_subject:
+            lanes.next_seq = min(lanes.next_seq, self._baseline.floor)
+        else:
+            await self._gain(list(filters.partitions.values()))
 
     async def _find(self) -> ConsumerInfo | None:
         try:
@@ -353,10 +376,10 @@ class WorkerConsumer:
             partition = found
         return partition if self._baseline.covers(partition.subject) else None
 
-    async def _gain(self, partitions: Sequence[Partition]) -> bool:
-        """Find old unfinished messages of newly owned partitions; True when the consumer must go back for some."""
+    async def _gain(self, partitions: Sequence[Partition]) -> None:
+        """Find unfinished messages of these partitions that the consumer has passed: it must go back for them."""
         if not partitions or not self._existed:
-            return False
+            return
         lanes, room = self._ports.lanes, asyncio.Semaphore(_PROBES_AT_ONCE)
 
         async def probe(partition: Partition) -> int | None:
@@ -367,12 +390,9 @@ class WorkerConsumer:
             end = (await self._ports.api.stream_info(self._stream.name)).last_seq + 1
             self._starts |= {p.id: end for p in partitions if not self._position(p.id, p.subject)}
         oldest = await asyncio.gather(*(probe(p) for p in partitions))
-        gained = False
         for partition, seq in zip(partitions, oldest, strict=True):
             if seq is not None and seq < lanes.next_seq:
                 lanes.gain(partition, seq)
-                gained = True
-        return gained
 
     async def _first_unfinished(self, partition: Partition) -> int | None:
         """Sequence of the first message at or after the partition's position, or None."""
@@ -384,8 +404,8 @@ class WorkerConsumer:
         self._ports.lanes.own(filters.partitions, self._position)
 
     def _position(self, partition_id: str, subject: str) -> int:
-        released = self._ports.lanes.released_position(partition_id)
-        return max(released, self._starts.get(partition_id, 0), self._baseline.position(partition_id, subject))
+        known = self._ports.lanes.known_position(partition_id)
+        return max(known, self._starts.get(partition_id, 0), self._baseline.position(partition_id, subject))
 
     def _placeholder(self) -> str:
         """A subject inside the stream that nobody publishes: an empty filter would mean every subject."""
@@ -404,5 +424,4 @@ def _pull_tuning(settings: Settings) -> PullTuning:
         expires_s=settings.pull_expires_s,
         heartbeat_s=settings.pull_heartbeat_s,
         limit=max(1, int(settings.backpressure * settings.max_ack_pending)),
-        gapless=settings.ordered,
     )

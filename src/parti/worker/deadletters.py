@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 
 import structlog
 
-from parti.errors import ConfigError, PartiError
+from parti.errors import ConfigError
 from parti.jetstream.api import JetStreamApi
 from parti.model.message import Message
 from parti.telemetry.health import Health
@@ -15,6 +16,7 @@ from parti.telemetry.health import Health
 _log = structlog.get_logger("parti.deadletters")
 _RETRY_MIN_S, _RETRY_MAX_S = 0.2, 5.0
 _HEADER_ROOM = 1024
+_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _SIGNAL = "dead-letters"
 
 
@@ -72,7 +74,7 @@ class DeadLetterStream:
                 )
                 self._health.clear(_SIGNAL)
                 return
-            except PartiError as error:
+            except Exception as error:  # whatever it is, the lane must not be left behind
                 self._health.raise_signal(_SIGNAL, f"dead letters cannot be stored: {error}")
                 _log.error("dead letter not stored, will try again", seq=message.seq, error=str(error), delay_s=delay)
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
@@ -80,7 +82,11 @@ class DeadLetterStream:
 
     def _letter(self, message: Message, reason: str) -> tuple[dict[str, str], bytes]:
         # Headers that steer the server (ids, expectations, TTL) belonged to the first publish.
-        headers = {k: v for k, v in message.headers.items() if not k.lower().startswith("nats-")}
+        headers = {
+            k: v
+            for k, v in message.headers.items()
+            if _HEADER_NAME.fullmatch(k) and not k.lower().startswith("nats-")
+        }
         headers |= {
             "Nats-Msg-Id": f"{message.stream}:{message.seq}:{message.published_at.timestamp():.6f}",
             "Parti-Stream": message.stream,

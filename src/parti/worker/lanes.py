@@ -102,15 +102,17 @@ class Lanes:
         A partition that is no longer owned starts nothing more; a handler that runs finishes, and its position
         counts.
         """
-        for subject, partition in self._partitions.items():
-            if subject not in partitions:
-                self._release(partition)
+        gone = [partition for subject, partition in self._partitions.items() if subject not in partitions]
+        for partition in gone:
+            self._release(partition)
+        if gone:
+            self._by_subject.clear()  # only a short cut: the next delivery finds its lane again
         self._partitions = dict(partitions)
         self._position_of = position_of
 
     def gain(self, partition: Partition, position: int, *, feed_to: int = 0) -> None:
         """Take up a partition whose unfinished messages lie below what has been delivered already."""
-        lane = self._open(partition, position)
+        lane = self._lanes.get(partition.id) or self._open(partition, position)
         lane.start_behind(self.next_seq, feed_to)
         if feed_to:
             self.on_starved(lane)
@@ -125,6 +127,21 @@ class Lanes:
             lane.phase = Phase.RUNNING
         self._lanes[partition.id] = lane
         return lane
+
+    def start_over(self) -> None:
+        """The stream was made anew: sequences and positions of the old one mean nothing any more.
+
+        Handlers that run may finish, but nothing comes of it.
+        """
+        for lane in (*self._lanes.values(), *self._leaving.values()):
+            with self.lock:
+                lane.phase = Phase.CLOSED
+            for message in lane.waiting:
+                message.reply = b""
+        for positions in (self._lanes, self._leaving, self._released, self._keeping, self._by_subject):
+            positions.clear()
+        self.held = self._evicted_below = 0
+        self.next_seq = self.cursor = 1
 
     def restore(self, released: dict[str, int]) -> None:
         """Remember positions of partitions that an earlier run had released or parked."""
@@ -160,15 +177,16 @@ class Lanes:
             self._leaving[partition_id] = lane
         else:
             self._abandon(lane)
-        self._by_subject = {s: entry for s, entry in self._by_subject.items() if entry[0] is not lane}
         self._metrics.partition_messages.remove(partition_id)
 
     def _abandon(self, lane: Lane) -> None:
         """Drop what waits in a closed lane: it belongs to the next owner, who starts at the position."""
         self.held -= sum(1 for message in lane.waiting if message.reply) + len(self._keeping.pop(lane, ()))
         lane.waiting.clear()
-        self._leaving.pop(lane.ownership.partition.id, None)
-        self._released[lane.ownership.partition.id] = lane.position
+        partition_id = lane.ownership.partition.id
+        if self._leaving.get(partition_id) is lane:
+            del self._leaving[partition_id]
+            self._released[partition_id] = lane.position
 
     @property
     def floor(self) -> int:
@@ -193,9 +211,10 @@ class Lanes:
         """Positions that the floor does not speak for: of released partitions and of parked lanes."""
         return self._released | {pid: lane.position for pid, lane in self._lanes.items() if lane.behind}
 
-    def released_position(self, partition_id: str) -> int:
-        """Where a partition that was owned once was left; 0 when it was not."""
-        return self._released.get(partition_id, 0)
+    def known_position(self, partition_id: str) -> int:
+        """Where a partition stands that is owned, or was once; 0 when it has no position here."""
+        lane = self._lanes.get(partition_id)
+        return lane.position if lane else self._released.get(partition_id, 0)
 
     # ── deliveries ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -253,7 +272,7 @@ class Lanes:
 
     def _route(self, subject: bytes) -> tuple[Lane, str] | None:
         """Find or make the lane of a subject that was not seen before; None when it is not ours."""
-        name = subject.decode()
+        name = subject.decode("utf-8", "replace")
         partition = self._partitions.get(name)
         if partition is None:
             owner = next((p for s, p in self._partitions.items() if covers(s, name)), None)
@@ -274,6 +293,8 @@ class Lanes:
 
     def evict(self) -> None:
         """Forget idle lanes whose position the floor implies, when there are very many subjects."""
+        if len(self._by_subject) > 2 * max(_EVICT_ABOVE, len(self._lanes)):
+            self._by_subject.clear()
         if len(self._lanes) <= _EVICT_ABOVE or not self._each_subject:
             return
         floor = self._evicted_below = self.floor
@@ -366,9 +387,7 @@ class Lanes:
         limit = time.time() - older_than_s
         for lane in self._lanes.values():
             for message in lane.waiting:
-                if message.received_s > limit:
-                    break
-                if message.reply:
+                if message.reply and message.received_s <= limit:
                     self._acks.in_progress(message.reply)
 
     def all(self) -> list[Lane]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 
 import structlog
 
@@ -13,8 +14,10 @@ from parti.worker.worker import Worker
 _log = structlog.get_logger("parti.process")
 
 
-async def serve(worker: Worker) -> int:
+async def serve(worker: Worker, on_started: Callable[[], None] = lambda: None) -> int:
     """Run a worker until SIGTERM or SIGINT, then drain; a second signal leaves at once.
+
+    Raises what `Worker.start` raises; calls `on_started` when it has not.
 
     Returns the exit code: 0 when everything was finished and stored, 1 when something was left to be delivered
     again.
@@ -37,6 +40,9 @@ async def serve(worker: Worker) -> int:
     if not starting.done():
         starting.cancel()
     await asyncio.gather(starting, return_exceptions=leave.is_set())
+    if not leave.is_set():
+        on_started()
+        worker.announce()
     await leave.wait()
     clean = await worker.stop()
     _log.info("worker left", finished=worker.finished, clean=clean)

@@ -44,6 +44,8 @@ class ProgressKeeper:
         if entry is None:
             return fresh
         self._revision = entry.revision
+        if not entry.value:
+            return fresh
         try:
             found = decode_progress(entry.value)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
@@ -90,7 +92,7 @@ class ProgressKeeper:
         try:
             entry = await self._bucket.get(self._key)
             self._revision = entry.revision if entry else 0
-            foreign = entry is not None and decode_progress(entry.value).writer != self._writer
+            foreign = entry and entry.value and decode_progress(entry.value).writer != self._writer
         except (PartiError, msgspec.ValidationError, msgspec.DecodeError) as error:
             self._failed(f"positions cannot be stored: {error}")
             return

@@ -23,6 +23,7 @@ class UnorderedLanes(Lanes):
         self._scatter = Scatter()
         self._in_hand: dict[int, Lane] = {}
         self._owed: dict[int, Ownership] = {}
+        self._attempts: dict[int, int] = {}
 
     @property
     def floor(self) -> int:
@@ -39,7 +40,8 @@ class UnorderedLanes(Lanes):
         self.cursor = seq + 1
         self.next_seq = max(self.next_seq, seq + 1)
         message = Message(name, payload, seq, partition_lane.ownership, reply, header, time.time())
-        message.attempt = message.deliveries
+        # A RESET makes the server forget how often it delivered; what failed here is remembered here.
+        message.attempt = max(message.deliveries, self._attempts.get(seq, 0) + 1)
         finished = seq < partition_lane.position
         verdict = Verdict.FINISHED if finished else self._scatter.offer(seq, behind=partition_lane.behind)
         if verdict is not Verdict.ACCEPTED:
@@ -59,12 +61,14 @@ class UnorderedLanes(Lanes):
         self._scatter.give_back(message.seq)
         self._in_hand.pop(message.seq, None)
         self._owed[message.seq] = lane.ownership
+        self._attempts[message.seq] = message.attempt
         self.held -= 1
 
     def settle(self, lane: Lane, more: bool = False, message: Message | None = None) -> None:
         """The message is finished."""
         seq = lane.waiting[0].seq
         self._in_hand.pop(seq, None)
+        self._attempts.pop(seq, None)
         self._scatter.finish(seq)
         super().settle(lane, more, message)
 
@@ -89,14 +93,27 @@ class UnorderedLanes(Lanes):
 
     def _abandon(self, lane: Lane) -> None:
         """The handler of a released partition is done, or failed: what it had is no longer ours."""
-        if lane.waiting:
+        if lane.waiting and lane.waiting[0].seq in self._in_hand:
             self._forget(lane, lane.waiting[0].seq)
 
     def _forget(self, lane: Lane, seq: int) -> None:
         lane.waiting.clear()
         self._in_hand.pop(seq, None)
+        self._attempts.pop(seq, None)
         self._scatter.forget(seq)
         self.held -= 1
+
+    def start_over(self) -> None:
+        """The stream was made anew: forget everything."""
+        super().start_over()
+        for lane in self._in_hand.values():
+            with self.lock:
+                lane.phase = Phase.CLOSED
+            for message in lane.waiting:
+                message.reply = b""
+        for kept in (self._in_hand, self._owed, self._attempts):
+            kept.clear()
+        self._scatter = Scatter()
 
     def keep_alive(self, older_than_s: float) -> None:
         """Tell the server of everything that has waited or run this long that it is still in hand."""

@@ -73,6 +73,10 @@ class Worker:
         try:
             await self._start()
         except BaseException:
+            if self._consumer:
+                await self._consumer.stop()
+            if self._runners:
+                await self._runners.stop()
             await self._close()
             raise
 
@@ -86,7 +90,7 @@ class Worker:
         api = JetStreamApi(connection)
         await api.account_info()
         stream = await _find_stream(api, job.stream)
-        _check_template(job.template, stream)
+        _check_template(job, stream)
         bucket = await Bucket.open(api, settings.bucket, replicas=settings.replicas)
         dead_letters = await DeadLetterStream.open(
             api,
@@ -132,13 +136,17 @@ class Worker:
             watched(self._keep_alive(), "keep-alive", self.health),
             watched(self._keep_progress(), "progress", self.health),
         ]
+
+    def announce(self) -> None:
+        """Say in one log line what this worker does."""
+        assert self._consumer
         _log.info(
             "worker started",
-            worker=settings.worker_id,
-            stream=job.stream,
+            worker=self.settings.worker_id,
+            stream=self._job.stream,
             consumer=self._consumer.name,
             subjects=len(self._consumer.subjects),
-            ordered=settings.ordered,
+            ordered=self.settings.ordered,
             metrics_port=self.metrics_port,
         )
 
@@ -271,11 +279,13 @@ async def _find_stream(api: JetStreamApi, name: str) -> StreamInfo:
         raise StreamNotFound(f"stream {name!r} does not exist; {known}; create it or correct the name") from None
 
 
-def _check_template(template: Template, stream: StreamInfo) -> None:
-    if within(template.pattern, stream.subjects):
-        return
+def _check_template(job: Job, stream: StreamInfo) -> None:
+    template = job.template
+    partly = any(overlap(template.pattern, s) for s in stream.subjects)
+    if within(template.pattern, stream.subjects) or (partly and job.partitions is not None):
+        return  # listed partitions are checked one by one
     takes = ", ".join(stream.subjects) or "nothing"
-    if any(overlap(template.pattern, s) for s in stream.subjects):
+    if partly:
         what = f"template {template.text!r} is only partly inside stream {stream.name!r}, which takes {takes}"
     else:
         what = f"template {template.text!r} is outside stream {stream.name!r}, which takes {takes}"
