@@ -9,16 +9,24 @@ The public API is what this module exports, and nothing else:
     @app.handler
     async def handle(message: parti.Message) -> None:
         ...
+
+Names are loaded when they are first used: the pytest plugin is imported by every pytest run on a machine that has
+parti installed, and must not cost a second there.
 """
 
-from parti.config import Settings
-from parti.core.retry import HandlerTimeout, Reject, Retry
-from parti.errors import PartiError
-from parti.model.message import Message, MessageContext
-from parti.model.partition import Partition, Template
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from parti.version import __version__
-from parti.worker.app import App
-from parti.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from parti.config import Settings
+    from parti.core.retry import HandlerTimeout, Reject, Retry
+    from parti.errors import PartiError
+    from parti.model.message import Message, MessageContext
+    from parti.model.partition import Partition, Template
+    from parti.worker.app import App
+    from parti.worker.worker import Worker
 
 __all__ = [
     "App",
@@ -34,3 +42,29 @@ __all__ = [
     "Worker",
     "__version__",
 ]
+
+_HOMES = {
+    "App": "parti.worker.app",
+    "HandlerTimeout": "parti.core.retry",
+    "Message": "parti.model.message",
+    "MessageContext": "parti.model.message",
+    "PartiError": "parti.errors",
+    "Partition": "parti.model.partition",
+    "Reject": "parti.core.retry",
+    "Retry": "parti.core.retry",
+    "Settings": "parti.config",
+    "Template": "parti.model.partition",
+    "Worker": "parti.worker.worker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'parti' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

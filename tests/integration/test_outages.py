@@ -346,7 +346,6 @@ async def test_a_memory_stream_that_died_with_its_server_is_named(
         await until(lambda: "stream" in worker.health.reasons.get("pull", ""))
 
 
-@pytest.mark.xfail(strict=True, reason="WorkerConsumer._settle_on applies old positions to the new stream")
 async def test_a_stream_made_again_under_a_running_worker_is_read_from_its_start(
     nats_server_factory: Callable[..., Server], stream_name: str
 ) -> None:

@@ -19,7 +19,6 @@ async def test_a_sleeping_partition_does_not_delay_the_others(kind: str, load: l
     assert outcome.asleep.p99_ms < 500
 
 
-@pytest.mark.xfail(strict=True, reason="core.lane.should_park: many sleepers fill the room with few messages each")
 async def test_many_sleeping_partitions_do_not_delay_the_others() -> None:
     load = ["--partitions", "40", "--rate", "400", "--max-ack-pending", "100", "--sleepers", "10"]
     outcome = await Run("async", parse([*load, "--sleep", "4", "--baseline", "1"])).measure()

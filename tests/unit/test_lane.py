@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parti.core.lane import Lane, Phase, Verdict, should_park
+from parti.core.lane import Lane, Phase, Verdict, lanes_to_park
 from parti.model.message import Message, Ownership
 from parti.model.partition import Template
 
@@ -201,16 +201,26 @@ def test_a_lane_behind_has_caught_up_when_nothing_is_left_that_only_its_position
     assert lane.caught_up(30)
 
 
+def full_lane(count: int) -> Lane:
+    lane = Lane(OWNERSHIP)
+    for seq in range(1, count + 1):
+        lane.offer(message(seq))
+    return lane
+
+
 @pytest.mark.parametrize(
-    ("waiting", "head_age_s", "held", "expected"),
-    [(50, 2.0, 200, True), (49, 2.0, 200, False), (50, 1.0, 200, False), (50, 2.0, 199, False)],
+    ("waiting", "held", "parked"),
+    [
+        ([100], 200, [100]),
+        ([100], 199, []),  # half of the room is free
+        ([99], 400, []),  # less than a quarter is stuck
+        ([25] * 16, 400, [25] * 13),  # many with few each: until the rest takes less than a quarter
+        ([10, 200, 30], 300, [200]),
+        ([1] * 400, 400, []),  # a head alone cannot be parked
+    ],
 )
-def test_only_a_lane_that_does_not_move_and_takes_much_of_the_room_is_parked(
-    waiting: int, head_age_s: float, held: int, expected: bool
+def test_the_fullest_stuck_lanes_are_parked_until_there_is_room(
+    waiting: list[int], held: int, parked: list[int]
 ) -> None:
-    parks = should_park(waiting=waiting, head_age_s=head_age_s, held=held, limit=400, patience_s=1.0)
-    assert parks is expected
-
-
-def test_a_head_alone_is_never_parked() -> None:
-    assert not should_park(waiting=1, head_age_s=9.0, held=2, limit=2, patience_s=1.0)
+    chosen = lanes_to_park([full_lane(count) for count in waiting], held=held, limit=400)
+    assert [len(lane.waiting) for lane in chosen] == parked

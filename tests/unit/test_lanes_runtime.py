@@ -119,7 +119,7 @@ class Bench:
         subjects = {p.subject: p for p in TEMPLATE.partitions(ids)}
 
         def position_of(partition_id: str, subject: str) -> int:
-            return max(positions.get(partition_id, 0), self.lanes.released_position(partition_id))
+            return max(positions.get(partition_id, 0), self.lanes.known_position(partition_id))
 
         self.lanes.own(subjects, position_of)
 
@@ -547,6 +547,25 @@ async def test_a_partition_that_comes_back_while_its_handler_still_runs_does_not
     doors[1].set()
     await bench.acked(1, 2)
     assert bench.started("a") == [1, 2]
+
+
+async def test_a_gained_partition_has_not_caught_up_before_its_messages_came(bench: Bench) -> None:
+    """The upkeep may look between the gain and the RESET that it asks for."""
+    bench.own("a")
+    bench.run_async(nothing)
+    bench.send("a", 1, 9)
+    await bench.acked(1, 9)
+    bench.own("a", "b")
+    bench.lanes.gain(TEMPLATE.partition("b"), 4)
+    bench.lanes.catch_up()
+    assert bench.lanes.behind() == {"b": 4}
+    assert bench.lanes.resume_at == 4
+    bench.send("b", 4)
+    bench.send("a", 9)
+    await bench.acked(4)
+    bench.lanes.catch_up()
+    assert bench.lanes.behind() == {}
+    assert bench.lanes.resume_at == 10
 
 
 # ── many subjects ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -168,9 +168,20 @@ class Lane:
         return not self.parked and cursor >= self.behind_until and (not self.waiting or bool(self.waiting[0].reply))
 
 
-def should_park(*, waiting: int, head_age_s: float, held: int, limit: int, patience_s: float) -> bool:
-    """Whether a lane takes so much of the room, for so long, that the others suffer.
+def lanes_to_park(stuck: Iterable[Lane], *, held: int, limit: int) -> list[Lane]:
+    """Choose among lanes whose head does not move those that must make room for the others.
 
-    A fast partition may fill all the room for a moment; only one whose head does not move is parked.
+    None while at least half of the room is free. Else the fullest first, until those that stay take less than a
+    quarter of it.
     """
-    return held * 2 >= limit and waiting * 8 >= limit and waiting > 1 and head_age_s > patience_s
+    if held * 2 < limit:
+        return []
+    fullest_first = sorted((lane for lane in stuck if len(lane.waiting) > 1), key=lambda lane: -len(lane.waiting))
+    taken = sum(len(lane.waiting) for lane in fullest_first)
+    chosen: list[Lane] = []
+    for lane in fullest_first:
+        if taken * 4 < limit:
+            break
+        taken -= len(lane.waiting) - 1
+        chosen.append(lane)
+    return chosen

@@ -283,7 +283,7 @@ class WorkerConsumer:
         info = await self._find()
         if info is None:
             await self._check_stream()
-        elif reason != "update" and info.subjects != tuple(sorted(subjects)):
+        elif reason not in {"start", "update"} and info.subjects != tuple(sorted(subjects)):
             await self._mistrust(filters, info)
         await self._gain([filters.partitions[s] for s in diff.added])
         target = lanes.resume_at
@@ -304,9 +304,11 @@ class WorkerConsumer:
     async def _check_stream(self) -> None:
         """The consumer is gone; if the stream went with it and is another one now, nothing we know holds."""
         stream = await self._ports.api.stream_info(self._stream.name)
-        if stream.created == self._stream.created:
+        if stream.created == self._stream.created and stream.last_seq + 1 >= self._ports.lanes.resume_at:
             return
-        _log.warning("the stream was made anew; starting over", stream=stream.name, created=stream.created)
+        _log.warning(
+            "the stream was made anew or restored; starting over", stream=stream.name, created=stream.created
+        )
         self._stream = stream
         self._baseline = Progress(stream=stream.name, stream_created=stream.created)
         self._starts.clear()

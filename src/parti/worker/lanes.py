@@ -114,6 +114,8 @@ class Lanes:
         """Take up a partition whose unfinished messages lie below what has been delivered already."""
         lane = self._lanes.get(partition.id) or self._open(partition, position)
         lane.start_behind(self.next_seq, feed_to)
+        # At once, not only when the server has been told: until then nobody may think that it has caught up.
+        self.cursor = min(self.cursor, position)
         if feed_to:
             self.on_starved(lane)
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from parti.core.lane import Lane, Phase, should_park
+from parti.core.lane import Lane, Phase, lanes_to_park
 from parti.errors import PartiError
 from parti.jetstream.api import JetStreamApi
 from parti.model.message import Message, StoredMessage
@@ -25,6 +25,7 @@ _log = structlog.get_logger("parti.parking")
 
 _LOOK_INTERVAL_S = 0.1
 _PATIENCE_S = 1.0
+_PATIENCE_TIMES = 4
 _FEED_AT_ONCE = 64
 _RETRY_S = 0.5
 
@@ -59,29 +60,28 @@ class Parking:
         try:
             while True:
                 await asyncio.sleep(_LOOK_INTERVAL_S)
-                stuck = self._stuck()
-                if stuck:
-                    await self._park(stuck)
+                if self._lanes.held * 2 >= self._limit:
+                    chosen = lanes_to_park(self._stuck(), held=self._lanes.held, limit=self._limit)
+                    if chosen:
+                        await self._park(chosen)
         finally:
             for task in self._feeding.values():
                 task.cancel()
 
     def _stuck(self) -> list[Lane]:
-        lanes, now = self._lanes, time.time()
-        if lanes.held * 2 < self._limit:
-            return []
+        """Lanes whose head has been with its handler, or waiting for its next attempt, for far too long.
+
+        What is too long depends on the handlers: where all of them are slow, nobody is stuck.
+        """
+        latency, now = self._metrics.handler_latency, time.perf_counter()
+        patience_s = max(_PATIENCE_S, _PATIENCE_TIMES * latency.sum / max(1, sum(latency.counts)))
         return [
             lane
-            for lane in lanes.all()
+            for lane in self._lanes.all()
             if not lane.parked
             and lane.phase in {Phase.RUNNING, Phase.BACKOFF}
-            and should_park(
-                waiting=len(lane.waiting),
-                head_age_s=now - lane.waiting[0].received_s if lane.waiting else 0.0,
-                held=lanes.held,
-                limit=self._limit,
-                patience_s=_PATIENCE_S,
-            )
+            and lane.waiting
+            and now - lane.started_s > patience_s
         ]
 
     async def _park(self, stuck: list[Lane]) -> None:

@@ -132,7 +132,7 @@ class AsyncRunners:
                     self._loop.call_soon(self._handoff)
                 lanes.running += 1
                 runner.in_handler = True
-                started = clock()
+                started = lane.started_s = clock()
                 runner.deadline_s = started + timeout_s
                 error: BaseException | None = None
                 try:
@@ -268,6 +268,7 @@ class ThreadRunners:
             lane.phase = Phase.RUNNING
             batch = list(islice(lane.waiting, _BATCH))
             lane.taken_to = batch[-1].seq
+            lane.started_s = time.perf_counter()
             self._lanes.running += 1
         for message in batch:
             started = lane.started_s = time.perf_counter()
@@ -307,7 +308,6 @@ class ThreadRunners:
                 continue
             lane, message, elapsed_s, error, last = outcome
             if last:
-                lane.started_s = 0.0
                 with lanes.lock:
                     lanes.running -= 1
             if error is not None:
@@ -330,7 +330,7 @@ class ThreadRunners:
             late = {
                 lane.waiting[0]: lane
                 for lane in self._lanes.running_lanes()
-                if lane.started_s and now - lane.started_s > self._timeout_s
+                if now - lane.started_s > self._timeout_s
             }
             for message, lane in late.items():
                 if message not in self._overdue:

@@ -80,7 +80,9 @@ class UnorderedLanes(Lanes):
         super()._close(lane)
         mine = {seq: own for seq, own in self._in_hand.items() if own.ownership is lane.ownership}
         owed = [seq for seq, ownership in self._owed.items() if ownership is lane.ownership]
-        self._released[lane.ownership.partition.id] = min([*mine, *owed], default=max(lane.position, self.next_seq))
+        # A lane that is still behind has only seen what was delivered in this session.
+        seen = self.cursor if lane.behind else self.next_seq
+        self._released[lane.ownership.partition.id] = min([*mine, *owed, max(lane.position, seen)])
         for seq, own in mine.items():
             with self.lock:
                 waits = own.phase is Phase.READY
@@ -92,9 +94,14 @@ class UnorderedLanes(Lanes):
             self._scatter.forget(seq)
 
     def _abandon(self, lane: Lane) -> None:
-        """The handler of a released partition is done, or failed: what it had is no longer ours."""
-        if lane.waiting and lane.waiting[0].seq in self._in_hand:
-            self._forget(lane, lane.waiting[0].seq)
+        """The handler of a released partition failed: its message is no longer ours, unless it came back."""
+        if not lane.waiting or lane.waiting[0].seq not in self._in_hand:
+            return
+        message = lane.waiting[0]
+        if lane.ownership.partition.id in self._lanes:
+            self._try_again(lane, message, TryAgain(0.0))
+        else:
+            self._forget(lane, message.seq)
 
     def _forget(self, lane: Lane, seq: int) -> None:
         lane.waiting.clear()
