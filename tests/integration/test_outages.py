@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import nats
-import pytest
 from benchmarks.audit import MSG_ID, Findings, Handled, audit, first_at_or_after, read_back
 from benchmarks.traffic import SteadyPublisher, answering_again, connect
 from nats.js.api import StorageType, StreamConfig

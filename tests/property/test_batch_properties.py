@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parti.core.batch import Load, next_batch, pull_size
+from parti.core.batch import Load, after_a_while, after_fill, pull_size
 
 sizes = st.integers(1, 5_000)
 loads = st.builds(
@@ -13,7 +13,6 @@ loads = st.builds(
     finished=st.integers(0, 100_000),
     elapsed_s=st.floats(0, 10, allow_nan=False),
     waiting=st.integers(0, 5_000),
-    filled_pulls=st.integers(0, 50),
 )
 
 
@@ -34,15 +33,16 @@ def test_with_room_and_no_pull_standing_something_is_always_asked_for(batch: int
 @settings(deadline=None, max_examples=300)
 @given(batch=sizes, load=loads, ceiling=sizes)
 def test_the_batch_is_bounded(batch: int, load: Load, ceiling: int) -> None:
-    assert 1 <= next_batch(batch, load, ceiling=ceiling) <= max(batch, ceiling)
+    assert 1 <= after_a_while(batch, load, ceiling=ceiling) <= batch
+    assert 1 <= after_fill(batch, held=load.waiting, ceiling=ceiling) <= ceiling
 
 
 @settings(deadline=None, max_examples=200)
 @given(batch=sizes, ceiling=sizes, steps=st.lists(loads, min_size=20, max_size=20))
 def test_a_batch_above_its_ceiling_comes_down(batch: int, ceiling: int, steps: list[Load]) -> None:
     for load in steps:
-        batch = next_batch(batch, load, ceiling=ceiling)
-    assert batch <= ceiling or all(load.elapsed_s <= 0 or load.waiting for load in steps)
+        batch = after_a_while(batch, load, ceiling=ceiling)
+    assert batch <= ceiling
 
 
 @settings(deadline=None, max_examples=200)
@@ -50,21 +50,19 @@ def test_a_batch_above_its_ceiling_comes_down(batch: int, ceiling: int, steps: l
 def test_it_shrinks_when_more_than_a_second_of_work_waits(
     batch: int, waiting: int, finished: int, ceiling: int
 ) -> None:
-    load = Load(finished=finished, elapsed_s=0.1, waiting=waiting + finished * 10, filled_pulls=1)
-    assert next_batch(batch, load, ceiling=ceiling) == max(1, batch // 2)
+    load = Load(finished=finished, elapsed_s=0.1, waiting=waiting + finished * 10)
+    assert after_a_while(batch, load, ceiling=ceiling) == max(1, batch // 2)
 
 
 @settings(deadline=None, max_examples=200)
-@given(batch=sizes, finished=st.integers(100, 10_000), waiting=st.integers(0, 200), ceiling=sizes)
-def test_it_grows_when_pulls_come_back_full_and_handlers_keep_up(
-    batch: int, finished: int, waiting: int, ceiling: int
-) -> None:
-    load = Load(finished=finished, elapsed_s=0.1, waiting=waiting, filled_pulls=1)
-    assert next_batch(batch, load, ceiling=ceiling) == min(ceiling, batch * 2)
+@given(batch=sizes, held=st.integers(0, 5_000), ceiling=sizes)
+def test_it_grows_when_pulls_come_back_full_and_handlers_keep_up(batch: int, held: int, ceiling: int) -> None:
+    grown = after_fill(batch, held=held, ceiling=ceiling)
+    assert grown == min(ceiling, batch * 2 if held <= batch else batch)
 
 
 @settings(deadline=None, max_examples=100)
 @given(batch=sizes, elapsed_s=st.floats(0, 10), room=sizes)
 def test_it_stays_when_nothing_happens(batch: int, elapsed_s: float, room: int) -> None:
-    load = Load(finished=0, elapsed_s=elapsed_s, waiting=0, filled_pulls=0)
-    assert next_batch(batch, load, ceiling=batch + room) == batch
+    load = Load(finished=0, elapsed_s=elapsed_s, waiting=0)
+    assert after_a_while(batch, load, ceiling=batch + room) == batch

@@ -4,44 +4,44 @@ from __future__ import annotations
 
 import pytest
 
-from parti.core.batch import Load, next_batch, pull_size
+from parti.core.batch import Load, after_a_while, after_fill, pull_size
 
 
-def load(finished: int = 0, waiting: int = 0, filled: int = 0, elapsed_s: float = 0.1) -> Load:
-    return Load(finished=finished, elapsed_s=elapsed_s, waiting=waiting, filled_pulls=filled)
+def load(finished: int = 0, waiting: int = 0, elapsed_s: float = 0.1) -> Load:
+    return Load(finished=finished, elapsed_s=elapsed_s, waiting=waiting)
 
 
 def test_full_pulls_and_quick_handlers_double_the_batch_up_to_the_ceiling() -> None:
     batch, sizes = 50, []
     for _ in range(4):
-        batch = next_batch(batch, load(finished=1000, waiting=10, filled=2), ceiling=200)
+        batch = after_fill(batch, held=10, ceiling=200)
         sizes.append(batch)
     assert sizes == [100, 200, 200, 200]
+
+
+def test_handlers_that_do_not_keep_up_with_the_batch_do_not_get_a_larger_one() -> None:
+    assert after_fill(50, held=51, ceiling=200) == 50
 
 
 def test_more_than_a_second_of_work_halves_the_batch_down_to_one() -> None:
     batch, sizes = 50, []
     for _ in range(7):
-        batch = next_batch(batch, load(finished=1, waiting=400, filled=1), ceiling=200)
+        batch = after_a_while(batch, load(finished=1, waiting=400), ceiling=200)
         sizes.append(batch)
     assert sizes == [25, 12, 6, 3, 1, 1, 1]
 
 
 def test_handlers_that_finish_nothing_shrink_it() -> None:
-    assert next_batch(50, load(finished=0, waiting=1), ceiling=200) == 25
+    assert after_a_while(50, load(finished=0, waiting=1), ceiling=200) == 25
 
 
 def test_an_idle_stream_leaves_it_alone() -> None:
-    assert next_batch(50, load(), ceiling=200) == 50
-    assert next_batch(50, load(elapsed_s=0.0, waiting=100), ceiling=200) == 50
+    assert after_a_while(50, load(), ceiling=200) == 50
+    assert after_a_while(50, load(elapsed_s=0.0, waiting=100), ceiling=200) == 50
 
 
-def test_half_empty_pulls_do_not_grow_it() -> None:
-    assert next_batch(50, load(finished=1000), ceiling=200) == 50
-
-
-def test_between_quick_and_slow_it_stays() -> None:
-    assert next_batch(50, load(finished=100, waiting=500, filled=3), ceiling=200) == 50
+def test_less_than_a_second_of_work_leaves_it_alone() -> None:
+    assert after_a_while(50, load(finished=100, waiting=500), ceiling=200) == 50
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_a_message_carries_what_the_issue_promises() -> None:
     assert abs(message.published_at.timestamp() - 1_700_000_000.123456) < 1e-5
     assert message.published_at.tzinfo is UTC
     assert message.deliveries == 2
-    assert message.raw_header == b"NATS/1.0\r\nTrace: t-1\r\n\r\n"
+    assert message.header == b"NATS/1.0\r\nTrace: t-1\r\n\r\n"
 
 
 def test_the_context_holds_everything_but_payload_and_headers() -> None:

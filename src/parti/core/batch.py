@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Work queued for longer than this is better left on the server, where it can still move to another worker.
 _SLOW_BACKLOG_S = 1.0
-_FAST_BACKLOG_S = 0.25
+"""Work queued for longer than this is better left on the server, where it can still move to another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,23 +15,17 @@ class Load:
     finished: int
     elapsed_s: float
     waiting: int
-    filled_pulls: int
 
 
-def next_batch(batch: int, load: Load, *, ceiling: int) -> int:
-    """Adapt the batch size to what the handlers can take.
+def after_fill(batch: int, *, held: int, ceiling: int) -> int:
+    """The batch after a pull came back full: twice as large if the handlers keep up with the present one."""
+    return max(1, min(ceiling, batch * 2 if held <= batch else batch))
 
-    It doubles while pulls come back full and the lanes drain quickly, and halves when more than a second of work
-    has piled up. An idle stream leaves it alone.
-    """
-    if load.elapsed_s <= 0:
-        return batch
-    rate = load.finished / load.elapsed_s
-    backlog_s = load.waiting / rate if rate > 0 else (float("inf") if load.waiting else 0.0)
-    if backlog_s > _SLOW_BACKLOG_S:
+
+def after_a_while(batch: int, load: Load, *, ceiling: int) -> int:
+    """The batch after a look at the handlers: half as large when more than a second of work has piled up."""
+    if load.elapsed_s > 0 and load.waiting > load.finished / load.elapsed_s * _SLOW_BACKLOG_S:
         return max(1, batch // 2)
-    if load.filled_pulls and backlog_s < _FAST_BACKLOG_S:
-        return max(1, min(ceiling, batch * 2))
     return max(1, min(batch, ceiling))
 
 

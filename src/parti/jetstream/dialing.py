@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 import nkeys  # type: ignore[import-untyped]
 from nats import errors as nats_errors
-from nats.aio.client import DEFAULT_BUFFER_SIZE, PING_PROTO, Client
+from nats.aio.client import PING_PROTO, Client
 from nats.aio.transport import TcpTransport
 from nats.protocol.parser import ERR_RE
 
@@ -39,6 +39,8 @@ OUTSTANDING_PINGS = 2
 """The third ping without an answer ends the connection: a frozen server is noticed after 3 x ping interval."""
 
 DISCARD_S = 1.0
+READ_SIZE = 128 * 1024
+"""Most bytes taken from the socket at once."""
 
 _JWT = re.compile(rb"BEGIN NATS USER JWT-+\s+([\w.-]+)\s+-")
 _SEED = re.compile(rb"BEGIN USER NKEY SEED-+\s+([A-Z2-7]+)\s+-")
@@ -473,11 +475,15 @@ class Session(Client):
 
     async def _read_loop(self) -> None:
         """nats-py stops reading, with a traceback, after an error it did not foresee; here that is a disconnect."""
+        reader = getattr(self._transport, "_io_reader", None)
+        if reader is not None:
+            # asyncio stops and starts reading, two system calls each time, whenever twice this limit has gathered.
+            reader._limit = READ_SIZE
         try:
             while self._transport is not None and not (self.is_closed or self.is_reconnecting):
                 if self._transport.at_eof():
                     raise nats_errors.UnexpectedEOF
-                chunk = await self._transport.read(DEFAULT_BUFFER_SIZE)
+                chunk = await self._transport.read(READ_SIZE)
                 await self._ps.parse(chunk)  # Looked up after the wait: the wire may just have replaced it.
         except Exception as error:
             await self._process_op_err(error)

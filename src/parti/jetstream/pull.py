@@ -18,12 +18,12 @@ from typing import Protocol
 
 import structlog
 
-from parti.core.batch import Load, next_batch, pull_size
+from parti.core.batch import Load, after_a_while, after_fill, pull_size
 from parti.core.pull_status import PullStep, next_step
 from parti.errors import ConnectionFailed, PartiError
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.wire import Wire, pub
-from parti.model.message import status_of
+from parti.model.message import parse_reply, status_of
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import PULL_STATUS, Metrics
 from parti.telemetry.tasks import watched
@@ -37,6 +37,7 @@ _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
 _SETTLED_S = 1.0
 _RIVAL_GAPS = 4
 _SIGNAL = "pull"
+_PLAIN_DOTS = frozenset({8, 10})
 
 
 class Intake(Protocol):
@@ -113,9 +114,10 @@ class PullEngine:
         self._paused = False
         self._nothing_to_pull = False
         self._hold_until_tick = False
-        self._expected = 0
+        self._expected = self._counted = 0
         self._heard = False
-        self._filled = 0
+        self._filled = False
+        self._ceiling = max(1, tuning.limit // _SLOTS)
         self._gaps = 0
         self._reason = "start"
         self._trouble = asyncio.Event()
@@ -130,7 +132,7 @@ class PullEngine:
         self._nothing_to_pull = not pull
         if pull:
             self._open_session()
-        self._removers = [self._wire.on_chunk(self.refill), self._connection.on_state(self._on_state)]
+        self._removers = [self._wire.on_chunk(self._chunk_done), self._connection.on_state(self._on_state)]
         self._tasks = [
             watched(self._supervise(), "pull-supervisor", self._health),
             watched(self._watch(), "pull-watch", self._health),
@@ -186,15 +188,25 @@ class PullEngine:
         """The present batch size."""
         return self._batch
 
+    def _chunk_done(self) -> None:
+        self._metrics.messages.value += self._expected - self._counted
+        self._counted = self._expected
+        self._heard = True
+        self.refill()
+
     def refill(self) -> None:
         """Send pulls for the room there is. Called after each chunk of input and after acknowledgements."""
         if not self._open or self._hold_until_tick:
             return
+        held = self._intake.held
+        if self._filled:
+            # Asked again after acknowledgements: right after a chunk, nothing of it has been handled yet.
+            grown = after_fill(self._batch, held=held, ceiling=self._ceiling)
+            self._filled = grown == self._batch
+            self._batch = grown
         for slot in self._slots:
             if slot.remaining <= 0:
-                size = pull_size(
-                    self._batch, limit=self._tuning.limit, inflight=self._intake.held, credit=self.credit
-                )
+                size = pull_size(self._batch, limit=self._tuning.limit, inflight=held, credit=self.credit)
                 if not size:
                     return
                 self._request(slot, size)
@@ -203,7 +215,7 @@ class PullEngine:
 
     def _open_session(self) -> None:
         self._close_session()
-        self._expected = 1  # RESET makes the server count from one again
+        self._expected = self._counted = 1  # RESET makes the server count from one again
         self._heard = True
         self._hold_until_tick = False
         self._slots = []
@@ -226,13 +238,17 @@ class PullEngine:
         deliver = self._intake.deliver
 
         def sink(subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
-            self._heard = True
             if not reply:
+                self._heard = True
                 self._on_status(slot, header or b"")
                 return
-            tokens = reply.split(b".")
-            base = 5 if len(tokens) == 9 else 7
-            counter = int(tokens[base + 1])
+            # Both forms of the subject end in: stream sequence, consumer sequence, timestamp, pending.
+            if reply.count(b".") in _PLAIN_DOTS:
+                _, sequence, number, _, _ = reply.rsplit(b".", 4)
+                seq, counter = int(sequence), int(number)
+            else:
+                info = parse_reply(reply)
+                seq, counter = info.stream_seq, info.consumer_seq
             if counter != self._expected:
                 if self._open:
                     self._gaps += 1
@@ -241,12 +257,12 @@ class PullEngine:
             self._expected = counter + 1
             slot.remaining -= 1
             if not slot.remaining:
-                self._filled += 1
+                self._filled = True
             try:
-                deliver(subject, reply, header, payload, int(tokens[base]))
+                deliver(subject, reply, header, payload, seq)
             except Exception:
                 # It must come again before anything after it.
-                _log.exception("a delivery could not be taken in", subject=subject.decode(), seq=int(tokens[base]))
+                _log.exception("a delivery could not be taken in", seq=seq)
                 self.new_session("a delivery could not be taken in")
 
         return sink
@@ -344,14 +360,9 @@ class PullEngine:
             await asyncio.sleep(_ADAPT_INTERVAL_S)
             elapsed_s, looked_s = loop.time() - looked_s, loop.time()
             self._hold_until_tick = False
-            load = Load(
-                finished=self._intake.finished - finished,
-                elapsed_s=elapsed_s,
-                waiting=self._intake.held,
-                filled_pulls=self._filled,
-            )
-            finished, self._filled = self._intake.finished, 0
-            self._batch = next_batch(self._batch, load, ceiling=max(1, self._tuning.limit // _SLOTS))
+            load = Load(self._intake.finished - finished, elapsed_s, self._intake.held)
+            finished = self._intake.finished
+            self._batch = after_a_while(self._batch, load, ceiling=self._ceiling)
             if self._heard or not self._open or not self.credit:
                 silent_s, self._heard = 0.0, False
             else:

@@ -195,7 +195,7 @@ class Histogram(Instrument):
 
     def observe(self, value: float) -> None:
         """Count `value` in its bucket; on the event loop only."""
-        self.counts[bisect_left(self.bounds, value)] += 1
+        self.counts[0 if value <= self.bounds[0] else bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def export(self, worker: str) -> Metric:

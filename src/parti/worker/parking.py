@@ -134,7 +134,13 @@ class Parking:
             seq = stored.seq + 1
             messages.append(
                 StoredMessage(
-                    stored.subject, stored.data, stored.seq, lane.ownership, stored.header, stored.stored_at
+                    stored.subject,
+                    stored.data,
+                    stored.seq,
+                    lane.ownership,
+                    header=stored.header,
+                    received_s=time.time(),
+                    stored_at=stored.stored_at,
                 )
             )
         return messages, False

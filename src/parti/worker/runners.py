@@ -28,7 +28,7 @@ AsyncHandler: TypeAlias = Callable[[Message], Awaitable[Any]]
 PlainHandler: TypeAlias = Callable[[Message], Any]
 Handler: TypeAlias = AsyncHandler | PlainHandler
 
-_SLICE = 64
+_SLICE = 256
 """Messages handled before the event loop gets its turn."""
 _BATCH = 16
 """Messages of one lane that a thread takes at once."""
@@ -61,11 +61,11 @@ def make_runners(lanes: Lanes, handler: Handler, *, timeout_s: float | None, thr
 
 
 class _Runner:
-    __slots__ = ("deadline_s", "in_handler", "task", "timed_out", "wake")
+    __slots__ = ("lane", "task", "timed_out", "wake")
 
     def __init__(self) -> None:
-        self.in_handler = False
-        self.deadline_s = float("inf")
+        self.lane: Lane | None = None
+        """The lane whose handler runs."""
         self.timed_out = False
         self.wake: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
@@ -87,10 +87,11 @@ class AsyncRunners:
         self._drained: asyncio.Future[None] | None = None
         self._watchdog = self._loop.create_task(self._watch()) if timeout_s else None
         lanes.on_ready = self.kick
+        lanes.count_running = self._count_running
 
     def kick(self) -> None:
         """See that somebody works through the ready lanes."""
-        if self._lanes.ready and not self._lanes.draining and (self._pump is None or self._pump.in_handler):
+        if self._lanes.ready and not self._lanes.draining and (self._pump is None or self._pump.lane):
             self._start_pump()
 
     def _start_pump(self) -> None:
@@ -113,12 +114,11 @@ class AsyncRunners:
         lanes = self._lanes
         ready, handler, clock = lanes.ready, self._handler, time.perf_counter
         observe, settle = lanes.observe_latency, lanes.settle
-        timeout_s = self._timeout_s or float("inf")
         while True:
             left = _SLICE
             while ready and not lanes.draining:
                 if self._pump is not runner:
-                    if self._pump is not None and not self._pump.in_handler:
+                    if self._pump is not None and self._pump.lane is None:
                         break
                     # Whoever should look after the ready lanes waits in a handler itself.
                     self._pump = runner
@@ -130,25 +130,20 @@ class AsyncRunners:
                     # Should this handler wait, somebody else must look after the other lanes.
                     self._handoff_due = True
                     self._loop.call_soon(self._handoff)
-                lanes.running += 1
-                runner.in_handler = True
+                runner.lane = lane
                 started = lane.started_s = clock()
-                runner.deadline_s = started + timeout_s
                 error: BaseException | None = None
                 try:
                     await handler(lane.waiting[0])
                 except asyncio.CancelledError as cancelled:
                     if self._stopping:
-                        # The worker is being stopped, not the message: leave it unfinished.
-                        lanes.running -= 1
-                        raise
+                        raise  # the worker is being stopped, not the message: leave it unfinished
                     # A timeout, or something that the handler waited for was cancelled.
                     error = cancelled
                 except Exception as raised:
                     error = raised
                 elapsed = clock() - started
-                runner.in_handler = False
-                lanes.running -= 1
+                runner.lane = None
                 if runner.timed_out:
                     error = self._after_timeout(runner, error)
                 if error is None:
@@ -156,13 +151,13 @@ class AsyncRunners:
                     settle(lane)
                 else:
                     lanes.failed(lane, error, elapsed)
-                if self._stopping:
-                    return  # the handler took no notice of its cancellation
                 left -= 1
                 if not left:
                     left = _SLICE
                     await asyncio.sleep(0)
-            if lanes.draining and self._drained and not lanes.running and not self._drained.done():
+            if self._stopping:
+                return  # the handler took no notice of its cancellation
+            if self._drained and not self._count_running() and not self._drained.done():
                 self._drained.set_result(None)
             if self._pump is runner:
                 self._pump = None
@@ -187,17 +182,21 @@ class AsyncRunners:
             await asyncio.sleep(min(_TIMEOUT_CHECK_S, self._timeout_s / 4))
             now = time.perf_counter()
             for runner in self._all:
-                if runner.in_handler and now > runner.deadline_s and not runner.timed_out and runner.task:
+                late = runner.lane and now - runner.lane.started_s > self._timeout_s
+                if late and not runner.timed_out and runner.task:
                     runner.timed_out = True
                     runner.task.cancel()
 
     async def drain(self, timeout_s: float) -> bool:
         """Start nothing more and wait for running handlers."""
         self._lanes.draining = True
-        if self._lanes.running:
+        if self._count_running():
             self._drained = self._loop.create_future()
             await asyncio.wait([self._drained], timeout=timeout_s)
-        return not self._lanes.running
+        return not self._count_running()
+
+    def _count_running(self) -> int:
+        return sum(runner.lane is not None for runner in self._all)
 
     async def stop(self) -> None:
         """Cancel every runner, running handlers included."""
@@ -226,10 +225,12 @@ class ThreadRunners:
         self._done: deque[tuple[Lane, Message, float, BaseException | None, bool] | None] = deque()
         self._signalled = False
         self._stopping = False
+        self._running = 0
         self._drained: asyncio.Future[None] | None = None
         self._overdue: set[Message] = set()
         self._watchdog = self._loop.create_task(self._watch()) if timeout_s else None
         lanes.on_ready = self.kick
+        lanes.count_running = lambda: self._running
 
     def kick(self) -> None:
         """Wake threads for the ready lanes, or start them up to the limit."""
@@ -269,7 +270,7 @@ class ThreadRunners:
             batch = list(islice(lane.waiting, _BATCH))
             lane.taken_to = batch[-1].seq
             lane.started_s = time.perf_counter()
-            self._lanes.running += 1
+            self._running += 1
         for message in batch:
             started = lane.started_s = time.perf_counter()
             error: BaseException | None = None
@@ -309,7 +310,7 @@ class ThreadRunners:
             lane, message, elapsed_s, error, last = outcome
             if last:
                 with lanes.lock:
-                    lanes.running -= 1
+                    self._running -= 1
             if error is not None:
                 lanes.failed(lane, error, elapsed_s, message)
             else:

@@ -36,7 +36,6 @@ class UnorderedLanes(Lanes):
         if entry is None:
             return
         partition_lane, name = entry
-        self._messages.value += 1
         self.cursor = seq + 1
         self.next_seq = max(self.next_seq, seq + 1)
         message = Message(name, payload, seq, partition_lane.ownership, reply, header, time.time())
