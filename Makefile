@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 EXTRAS := embedded spark console otel
 
-.PHONY: help demo test lint format bench-worker requirements clean
+.PHONY: help demo test lint format bench-worker bench-outage bench-slow soak requirements clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,6 +37,15 @@ format: $(VENV)/.stamp-dev ## let ruff sort, fix and format the code
 
 bench-worker: $(VENV)/.stamp-dev ## measure the worker against nats-py and the ceiling
 	@$(BIN)/python -m benchmarks.bench_worker $(BENCH_ARGS)
+
+bench-outage: $(VENV)/.stamp-dev ## kill the server three times under 100,000 messages
+	@$(BIN)/python -m benchmarks.outage_worker $(BENCH_ARGS)
+
+bench-slow: $(VENV)/.stamp-dev ## one handler sleeps for a minute: what do the others notice?
+	@$(BIN)/python -m benchmarks.slow_partition $(BENCH_ARGS)
+
+soak: $(VENV)/.stamp-dev ## five minutes at full rate: does memory stay flat?
+	@$(BIN)/python -m benchmarks.soak_worker $(BENCH_ARGS)
 
 requirements: $(VENV)/.stamp-build ## pin the requirements again (UPGRADE=1: to the newest versions)
 	@$(COMPILE) --all-extras pyproject.toml -o requirements/dev.txt

@@ -232,6 +232,19 @@ async def test_a_record_stored_before_the_old_messages_arrive_does_not_skip_them
     assert world.position("a") == 5
 
 
+async def test_a_record_stored_while_the_old_messages_are_looked_for_does_not_skip_them(worlds: list[World]) -> None:
+    world = await world_past_the_old_messages_of_b(worlds)
+    look, during = world.server.next_on_subject, list[int]()
+
+    async def looked(stream: str, subject: str, seq: int) -> Stored | None:
+        during.append(world.position("b"))
+        return await look(stream, subject, seq)
+
+    world.server.next_on_subject = looked  # type: ignore[method-assign]
+    await world.update("a", "b")
+    assert during == [0]
+
+
 async def test_a_session_that_breaks_before_the_old_messages_arrive_goes_back_for_them(worlds: list[World]) -> None:
     world = await world_past_the_old_messages_of_b(worlds)
     await world.update("a", "b")

@@ -224,14 +224,14 @@ class WorkerConsumer:
             self.engine.pause()
             try:
                 self._own(filters)
-                self._applied = filters
                 pull = await self._settle_on(filters, diff, reason="update")
             except BaseException:
                 self._own(previous)
-                self._applied = previous
                 self._take_back([previous.partitions[s] for s in diff.removed])
                 self.engine.resume(prepared=False, reason="update failed")
                 raise
+            # Only now: until its old messages are known, the floor must not speak for an added partition.
+            self._applied = filters
             self.engine.resume(prepared=True, pull=pull)
         self._last_update_s = time.monotonic()
         self._ports.metrics.update_duration.observe(self._last_update_s - started)
