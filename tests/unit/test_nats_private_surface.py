@@ -1,6 +1,6 @@
 """The private parts of nats-py that parti leans on are there, in the shape that it expects.
 
-When this fails after an upgrade of nats-py, read `parti.jetstream.wire` and `parti.jetstream.dialing` again before
+When this fails after an upgrade of nats-py, read `parti.jetstream.wire` and `parti.jetstream.client` again before
 anything else: each use there says what it needs.
 """
 
@@ -19,7 +19,7 @@ from nats.aio.transport import TcpTransport
 from nats.protocol import parser as nats_parser
 
 import parti.jetstream
-from parti.jetstream.dialing import Session
+from parti.jetstream.client import MendedClient
 from parti.jetstream.wire import LeanParser, Wire
 
 HERE = Path(inspect.getfile(parti.jetstream)).parent
@@ -79,9 +79,9 @@ def test_methods(name: str) -> None:
 
 
 def test_every_private_name_that_the_code_touches_is_listed_here() -> None:
-    own = set(vars(Session)) | {"_dial", "_on_down", "_on_denied", "_parser", "_server_said"}
-    text = (HERE / "dialing.py").read_text()
-    session = text[text.index("class Session(Client)") :]
+    own = set(vars(MendedClient)) | {"_dial", "_on_down", "_on_denied", "_parser", "_server_said"}
+    text = (HERE / "client.py").read_text()
+    session = text[text.index("class MendedClient(Client)") :]
     used = set(re.findall(r"(?:self|super\(\))\.(_[a-z]\w*)", session))
     used |= set(re.findall(r"client\.(_[a-z]\w*)", (HERE / "wire.py").read_text()))
     known = ATTRIBUTES.keys() | METHODS.keys() | {"_error_cb"}
@@ -89,10 +89,10 @@ def test_every_private_name_that_the_code_touches_is_listed_here() -> None:
 
 
 def test_the_overrides_of_the_session_override_something() -> None:
-    overridden = {name for name in vars(Session) if name.startswith("_") and not name.startswith("__")}
+    overridden = {name for name in vars(MendedClient) if name.startswith("_") and not name.startswith("__")}
     assert overridden - {"_sign", "_stop_loops", "_forget_pending"} <= METHODS.keys()
     for name in overridden & METHODS.keys():
-        ours, theirs = inspect.signature(getattr(Session, name)), inspect.signature(getattr(Client, name))
+        ours, theirs = inspect.signature(getattr(MendedClient, name)), inspect.signature(getattr(Client, name))
         assert list(ours.parameters) == list(theirs.parameters), name
 
 

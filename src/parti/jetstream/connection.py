@@ -32,7 +32,8 @@ import structlog
 from nats import errors as nats_errors
 
 from parti.errors import ConfigError, ConnectionFailed, NoResponders, PermissionDenied, RequestTimeout
-from parti.jetstream.dialing import Attempts, Dial, Session, describe, plan_dial, refused_credentials
+from parti.jetstream.client import MendedClient
+from parti.jetstream.dialing import Attempts, Dial, describe, plan_dial, refused_credentials
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -90,7 +91,7 @@ class Connection:
     def __init__(self, settings: Settings, dial: Dial) -> None:
         self._settings = settings
         self._dial = dial
-        self._session = Session(dial, on_down=self._down, on_denied=self._denied)
+        self._client = MendedClient(dial, on_down=self._down, on_denied=self._denied)
         self._attempts: Attempts | None = None
         self._state = ConnectionState.SUSPENDED
         self._closed = False
@@ -98,7 +99,7 @@ class Connection:
         self._info: Mapping[str, Any] = {}
         self._up = asyncio.Event()
         self._lost_timer: asyncio.TimerHandle | None = None
-        self._inbox = self._session.new_inbox()
+        self._inbox = self._client.new_inbox()
         self._inbox_denied = False
         self._tokens = itertools.count(1)
         self._in_flight: dict[str, _InFlight] = {}
@@ -124,7 +125,7 @@ class Connection:
                 await connection._connect()
         except BaseException as error:
             connection._closed = True
-            await connection._session.discard()
+            await connection._client.discard()
             if isinstance(error, (TimeoutError, OSError, nats_errors.Error)):
                 raise attempts.failure() from None
             raise
@@ -134,7 +135,7 @@ class Connection:
     @property
     def client(self) -> Client:
         """The raw nats-py client, for the pull engine; it refuses to publish while disconnected."""
-        return self._session
+        return self._client
 
     @property
     def state(self) -> ConnectionState:
@@ -160,7 +161,7 @@ class Connection:
     @property
     def max_payload(self) -> int:
         """Most bytes of one message, headers included, that the server takes."""
-        return self._session.max_payload
+        return self._client.max_payload
 
     def on_state(self, callback: Callable[[ConnectionState, str], None]) -> Callable[[], None]:
         """Call back on the loop at each change with the new state and its reason; returns the remover."""
@@ -232,7 +233,7 @@ class Connection:
         if not self._usable():
             raise self._not_connected()
         try:
-            await self._session.barrier(timeout_s)
+            await self._client.barrier(timeout_s)
         except TimeoutError:
             raise RequestTimeout(
                 f"the server did not confirm within {timeout_s:g} s what was written; outcome unknown"
@@ -245,14 +246,14 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        if self._session.is_connected:
+        if self._client.is_connected:
             with contextlib.suppress(TimeoutError, OSError, nats_errors.Error):
-                await self._session.barrier(CLOSE_S)
-        await self._session.discard()
+                await self._client.barrier(CLOSE_S)
+        await self._client.discard()
         self._lose("closed by this process")
 
     async def _connect(self) -> None:
-        await self._session.connect(
+        await self._client.connect(
             **self._dial.options,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
@@ -260,11 +261,11 @@ class Connection:
             closed_cb=self._on_closed,
         )
         self._attempts = None  # From here on errors are reasons, not verdicts on the opening.
-        await self._session.subscribe(f"{self._inbox}.*", cb=self._on_reply)
-        await self._session.barrier(self._settings.connect_timeout_s)
+        await self._client.subscribe(f"{self._inbox}.*", cb=self._on_reply)
+        await self._client.barrier(self._settings.connect_timeout_s)
 
     def _usable(self) -> bool:
-        return self._state is ConnectionState.CONNECTED and self._session.is_connected and not self._closed
+        return self._state is ConnectionState.CONNECTED and self._client.is_connected and not self._closed
 
     def _not_connected(self) -> ConnectionFailed:
         if self._closed:
@@ -283,9 +284,9 @@ class Connection:
                 f"{self.max_payload}; nothing was sent; send less, or raise max_payload on the server"
             )
         try:
-            if self._session.pending_data_size > WRITE_HIGH_WATER:
-                await self._session.drain_writes(WRITE_STALL_S)
-            await self._session.publish(subject, payload, reply, dict(headers) if headers else None)
+            if self._client.pending_data_size > WRITE_HIGH_WATER:
+                await self._client.drain_writes(WRITE_STALL_S)
+            await self._client.publish(subject, payload, reply, dict(headers) if headers else None)
         except (nats_errors.BadSubjectError, nats_errors.BadHeaderError) as error:
             raise ConfigError(f"cannot send to {subject!r}: {describe(error)}; nothing was sent") from None
         except TimeoutError:
@@ -329,19 +330,19 @@ class Connection:
         """Every error that nats-py meets ends up here; while opening, raising from here is what ends connect()."""
         factor = REFUSED_WAIT_FACTOR if refused_credentials(error) else 1
         if self._attempts is not None:
-            self._attempts.record(self._session.dialled, error, self._session.info)
-            if self._attempts.hopeless(self._session.pool):
+            self._attempts.record(self._client.dialled, error, self._client.info)
+            if self._attempts.hopeless(self._client.pool):
                 raise self._attempts.failure()
             factor = 1
         # nats-py has no jitter of its own, but reads this option again before each wait.
-        self._session.options["reconnect_time_wait"] = (
+        self._client.options["reconnect_time_wait"] = (
             self._settings.reconnect_wait_s * factor * random.uniform(0.5, 1.5)
         )
         self._last_failure = describe(error)
         if isinstance(error, nats_errors.SlowConsumerError):
             log.error("messages dropped: a subscription's buffer is full", subject=error.subject)
         else:
-            log.debug("connection error", reason=self._last_failure, server=self._session.dialled)
+            log.debug("connection error", reason=self._last_failure, server=self._client.dialled)
 
     def _down(self, reason: str) -> None:
         self._last_failure = reason
@@ -375,7 +376,7 @@ class Connection:
     def _reconnected(self, reason: str) -> None:
         if self._lost_timer is not None:
             self._lost_timer.cancel()
-        self._info = MappingProxyType(dict(self._session.info))
+        self._info = MappingProxyType(dict(self._client.info))
         self._last_failure = "disconnected"
         self._change(ConnectionState.CONNECTED, reason)
         self._up.set()
@@ -386,7 +387,7 @@ class Connection:
 
     async def _on_reconnected(self) -> None:
         if not self._closed:
-            self._reconnected(f"reconnected to {self._session.dialled}")
+            self._reconnected(f"reconnected to {self._client.dialled}")
 
     async def _on_closed(self) -> None:
         if not self._closed:
@@ -403,7 +404,7 @@ class Connection:
             return
         self._state = state
         say = log.info if state is ConnectionState.CONNECTED or self._closed else log.warning
-        say(f"connection {state}", reason=reason, server=self._session.dialled)
+        say(f"connection {state}", reason=reason, server=self._client.dialled)
         _call_all(self._state_callbacks, state, reason)
 
 

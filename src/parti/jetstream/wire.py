@@ -1,6 +1,6 @@
 """The lean path on a NATS connection: our own protocol reader and raw writes.
 
-The only module that touches private parts of nats-py (a test holds the parts we lean on in place). nats-py keeps
+Touches private parts of nats-py, as `client` does (a test holds the parts we lean on in place). nats-py keeps
 dialling, TLS, authentication, pings and everything that is not ours; deliveries to subscriptions made here skip
 its parser, its message objects and its queues: about 2.5 us a message instead of 10 to 50.
 """
