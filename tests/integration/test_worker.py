@@ -9,16 +9,19 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 import structlog
 from tests.integration.conftest import Kit, Record, eventually, merge, only_suffixes_repeat
 from tests.integration.processes import WorkerProcess, write_app
 
 import parti
+from parti.embedded import Server
 from parti.errors import TooManySubjects
 from parti.jetstream.wire import Wire
 from parti.model.message import parse_headers
@@ -661,3 +664,22 @@ async def test_metrics_and_health_are_served_while_the_worker_runs(kit: Kit, rec
         worker.health.raise_signal("test", "said so")
         status, text = await asyncio.to_thread(fetch, worker.metrics_port, "/healthz")
         assert (status, json.loads(text)["reasons"]) == (503, {"test": "said so"})
+
+
+async def test_a_worker_that_may_not_pull_says_so_by_name(nats_server_factory: Callable[..., Server]) -> None:
+    server = nats_server_factory(
+        config="""authorization { users: [
+            { user: ann, password: pw, permissions: { publish: { deny: ["$JS.API.CONSUMER.MSG.NEXT.>"] } } }
+        ] }"""
+    )
+    client = await nats.connect(server.url, user="ann", password="pw")
+    await client.jetstream().add_stream(name="S", subjects=["s.*"])
+    await client.close()
+    app = parti.App(stream="S", subject="s.{k}", nats=server.url, user="ann", password="pw")
+
+    @app.handler
+    async def handle(message: parti.Message) -> None:
+        """Never called."""
+
+    async with app.running() as worker:
+        await eventually(lambda: "$JS.API.CONSUMER.MSG.NEXT" in worker.health.reasons.get("permissions", ""))

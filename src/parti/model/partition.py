@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from parti.errors import SubjectMismatch
-from parti.model.subjects import has_wildcard, tokens_of
+from parti.model.subjects import tokens_of
 
 PartitionLike: TypeAlias = "Partition | str | Sequence[str] | Mapping[str, str]"
 
@@ -125,8 +125,3 @@ class Template:
 
     def __repr__(self) -> str:
         return f"Template({self.text!r})"
-
-
-def spans_subjects(partition: Partition) -> bool:
-    """Tell whether a partition takes in more than one subject."""
-    return has_wildcard(partition.subject)

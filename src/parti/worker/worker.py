@@ -85,6 +85,7 @@ class Worker:
         connection = await Connection.open(settings, name=f"{settings.prefix}-{settings.worker_id}")
         self._connection = connection
         connection.on_state(self._on_state)
+        connection.on_permission_denied(lambda denied: self.health.raise_signal("permissions", str(denied)))
         self.metrics.connection_state.set(connection.state.value)
         _check_version(connection)
         api = JetStreamApi(connection)
@@ -143,6 +144,7 @@ class Worker:
         _log.info(
             "worker started",
             worker=self.settings.worker_id,
+            nats=self.settings.connection_summary,
             stream=self._job.stream,
             consumer=self._consumer.name,
             subjects=len(self._consumer.subjects),
