@@ -220,6 +220,9 @@ async def open_kit(server: Server, stream: str) -> Kit:
 async def kit(nats_server: Server, stream_name: str) -> AsyncIterator[Kit]:
     """A kit with a fresh memory stream on the shared server."""
     kit = await open_kit(nats_server, stream_name)
+    # When its last stream is deleted, the server removes the directory of all streams in the background, and a stream
+    # that is created at that moment fails with error 10049. So one stream stays.
+    await kit.api.ensure_stream({"name": "KEEPER", "subjects": ["keeper"], "storage": "file"})
     await kit.create_stream()
     try:
         yield kit
