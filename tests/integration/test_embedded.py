@@ -413,7 +413,7 @@ def test_dev_server_says_when_the_server_died() -> None:
 def test_dev_server_refuses_bad_input_in_one_line(options: list[str], reason: str) -> None:
     done = subprocess.run([*DEV_SERVER, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == f"error: {reason}\n"
+    assert done.stderr == f"parti: {reason}\n"
     assert done.stdout == ""
 
 

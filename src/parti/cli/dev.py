@@ -81,7 +81,7 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _fail(reason: str, code: int = _BAD_INPUT) -> Never:
-    typer.echo(f"error: {reason}", err=True)
+    typer.echo(f"parti: {reason}", err=True)
     raise typer.Exit(code)
 
 

@@ -10,6 +10,7 @@ Names, types and labels are promises to dashboards and alerts; a test locks them
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -46,7 +47,7 @@ _HANDLER_BOUNDS_S = (
 _UPDATE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
-class Instrument:
+class Instrument(ABC):
     """What all instruments share: the exported name, its meaning, and the labels besides `worker`."""
 
     __slots__ = ("help", "label", "name")
@@ -62,9 +63,9 @@ class Instrument:
         """Names of the exported labels."""
         return ("worker",) if self.label is None else ("worker", self.label)
 
+    @abstractmethod
     def export(self, worker: str) -> Metric:
         """Return the current state in prometheus-client's terms; called at scrape time."""
-        raise NotImplementedError
 
 
 class Counter(Instrument):
