@@ -20,17 +20,28 @@ from typing import TYPE_CHECKING, Any
 from parti.version import __version__
 
 if TYPE_CHECKING:
+    from parti.app.app import App
+    from parti.app.worker import Worker
     from parti.config import Settings
+    from parti.coordination.hooks import WorkerConsumerUpdater
+    from parti.coordination.manager import Manager
+    from parti.coordination.sources import Callback, Discovered, FromKey, Static
+    from parti.core.planner import FleetState
     from parti.core.retry import HandlerTimeout, Reject, Retry
     from parti.errors import PartiError
+    from parti.model.mapping import SubjectMapping
     from parti.model.message import Message, MessageContext
     from parti.model.partition import Partition, Template
-    from parti.worker.app import App
-    from parti.worker.worker import Worker
+    from parti.strategies.interface import Slot, Strategy
 
 __all__ = [
     "App",
+    "Callback",
+    "Discovered",
+    "FleetState",
+    "FromKey",
     "HandlerTimeout",
+    "Manager",
     "Message",
     "MessageContext",
     "PartiError",
@@ -38,14 +49,24 @@ __all__ = [
     "Reject",
     "Retry",
     "Settings",
+    "Slot",
+    "Static",
+    "Strategy",
+    "SubjectMapping",
     "Template",
     "Worker",
+    "WorkerConsumerUpdater",
     "__version__",
 ]
 
 _HOMES = {
-    "App": "parti.worker.app",
+    "App": "parti.app.app",
+    "Callback": "parti.coordination.sources",
+    "Discovered": "parti.coordination.sources",
+    "FleetState": "parti.core.planner",
+    "FromKey": "parti.coordination.sources",
     "HandlerTimeout": "parti.core.retry",
+    "Manager": "parti.coordination.manager",
     "Message": "parti.model.message",
     "MessageContext": "parti.model.message",
     "PartiError": "parti.errors",
@@ -53,8 +74,13 @@ _HOMES = {
     "Reject": "parti.core.retry",
     "Retry": "parti.core.retry",
     "Settings": "parti.config",
+    "Slot": "parti.strategies.interface",
+    "Static": "parti.coordination.sources",
+    "Strategy": "parti.strategies.interface",
+    "SubjectMapping": "parti.model.mapping",
     "Template": "parti.model.partition",
-    "Worker": "parti.worker.worker",
+    "Worker": "parti.app.worker",
+    "WorkerConsumerUpdater": "parti.coordination.hooks",
 }
 
 

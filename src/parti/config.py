@@ -53,6 +53,7 @@ _file_values: ContextVar[Mapping[str, object] | None] = ContextVar("parti_file_v
 _SECTIONS = {
     "nats": "Connection",
     "prefix": "Names and storage",
+    "fleet": "Fleet",
     "ordered": "Consumer and handlers",
     "pull_batch": "Pulling",
     "progress_interval_s": "Progress and dead letters",
@@ -118,12 +119,41 @@ class Settings(BaseSettings):
 
     prefix: Name = "parti"
     """First part of consumer names: `<prefix>-<worker_id>`; one per deployment."""
-    worker_id: Name = "worker-0"
-    """Stable id of this worker; names its consumer and its progress record."""
     bucket: Name = "parti"
     """Key-value bucket that holds positions and claims."""
     replicas: int = Field(default=1, ge=1, le=5)
     """Replicas of the buckets and streams that parti creates."""
+
+    fleet: bool = True
+    """Share the partitions with all workers of this prefix and bucket; false: read everything alone."""
+    worker_id: Name | None = None
+    """The one id that this worker insists on; unset: the lowest free of `worker-0`, `worker-1`, ..."""
+    identity: Name | None = None
+    """Name of host, pod or slot that gets its worker id back after a restart."""
+    owner_token: SecretStr | None = Field(default=None, min_length=1)
+    """Handed down by a supervisor so that a restarted process takes over its predecessor's lease at once."""
+    max_workers: int = Field(default=1000, ge=1, le=100_000)
+    """How many worker ids there are."""
+    capacity: int | None = Field(default=None, ge=0)
+    """Most partitions that this worker takes; unset: `max_subjects`."""
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """Share of the partitions that this worker gets, against the others."""
+    strategy: Literal["sticky", "hash", "weighted", "range", "round-robin"] = "sticky"
+    """How partitions are shared out."""
+    lease_ttl_s: float = Field(default=5.0, ge=1)
+    """A worker that is silent for this long is gone, and its partitions go to others."""
+    leader_ttl_s: float = Field(default=5.0, ge=1)
+    """A leader that is silent for this long is replaced."""
+    rejoin_s: float = Field(default=30.0, ge=0)
+    """How long the partitions of a worker with an identity wait for it after it left."""
+    cold_start_window_s: float = Field(default=1.0, ge=0)
+    """Wait so long for other workers before partitions are given out for the first time."""
+    scale_window_s: float = Field(default=3.0, ge=0)
+    """Wait so long after the last join or leave before partitions move between workers."""
+    min_rebalance_interval_s: float = Field(default=5.0, ge=0)
+    """Shortest time between two rebalances; a lost worker's partitions do not wait for it."""
+    hysteresis: float = Field(default=0.1, ge=0, le=1)
+    """Imbalance that no partition moves for, as a share of the mean."""
 
     ordered: bool = True
     """Handle each partition's messages one at a time, in stream order."""
@@ -292,8 +322,15 @@ def _timing_problems(s: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
             f"max_ack_pending={s.max_ack_pending} = {limit:g}; lower pull_batch or raise max_ack_pending",
             ("pull_batch", "backpressure", "max_ack_pending"),
         )
+    if s.fleet and s.inactive_threshold_s <= s.rejoin_s:
+        yield (
+            f"inactive_threshold_s={s.inactive_threshold_s:g} must exceed rejoin_s={s.rejoin_s:g}, or the server "
+            f"deletes the consumer of a worker that is expected back",
+            ("inactive_threshold_s", "rejoin_s"),
+        )
     for name, why in (
         ("lost_after_s", "or the server deletes the consumer during an outage that parti would survive"),
+        ("lease_ttl_s", "or the server deletes the consumer of a worker that is still alive"),
         ("ack_wait_s", "or the server deletes the consumer while its messages are being handled"),
     ):
         if s.inactive_threshold_s <= getattr(s, name):

@@ -6,7 +6,9 @@ PartiError
  │    ├── SubjectMismatch    a subject or template lies outside the stream
  │    ├── TooManySubjects    more subjects than one consumer may carry
  │    ├── OverlappingSubjects two subjects of one consumer match the same message
- │    └── HandlerMissing     the app has no handler, or cannot be imported
+ │    ├── HandlerMissing     the app has no handler, or cannot be imported
+ │    ├── WorkerIdTaken      another process holds the worker id that was asked for
+ │    └── NoFreeWorkerId     every id of the range is held
  ├── ConnectionFailed        the server could not be reached in time
  │    ├── AuthenticationFailed the server refused the credentials
  │    └── JetStreamUnavailable the server answers, but JetStream is off for this account
@@ -16,6 +18,9 @@ PartiError
  ├── ApiError                JetStream answered with an error; `.code` is its number
  │    ├── NotFound           consumer, stream, key or message does not exist
  │    └── WrongRevision      a compare-and-set lost against another writer
+ ├── LeaseLost               a lease has ended, or somebody else holds it: the outcome is "no"
+ ├── ControlPlaneReset       the control bucket was deleted or made anew under a running worker
+ ├── SourceFailed            the list of partitions could not be read
  ├── ServerTooOld            the server lacks a feature that parti needs
  └── EmbeddedServerError     the nats-server child process did not start or stop
 
@@ -59,6 +64,14 @@ class OverlappingSubjects(ConfigError):
 
 class HandlerMissing(ConfigError):
     """The app has no handler, or the app itself cannot be imported."""
+
+
+class WorkerIdTaken(ConfigError):
+    """Another live process holds the worker id that was asked for."""
+
+
+class NoFreeWorkerId(ConfigError):
+    """Every worker id of the range is held by a live process."""
 
 
 class ConnectionFailed(PartiError):
@@ -123,6 +136,22 @@ class NotFound(ApiError):
 
 class WrongRevision(ApiError):
     """A compare-and-set write lost: somebody else wrote first."""
+
+
+class LeaseLost(PartiError):
+    """A lease has ended, or somebody else holds it now."""
+
+
+class ControlPlaneReset(PartiError):
+    """The control bucket was deleted or made anew while the fleet ran."""
+
+    retryable = True
+
+
+class SourceFailed(PartiError):
+    """The list of partitions could not be read; the last one that could is still good."""
+
+    retryable = True
 
 
 class ServerTooOld(PartiError):

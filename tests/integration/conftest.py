@@ -136,6 +136,7 @@ class Kit:
             "nats": self.url,
             "prefix": f"w{self.root}",
             "worker_id": "one",
+            "fleet": False,
             "bucket": f"b{self.root}",
             "dead_letter_stream": f"d{self.root}",
             "dead_letter_subject": f"d{self.root}",

@@ -140,9 +140,11 @@ MISTAKES: dict[str, Mistake] = {
     "no handler": Mistake(("no handler", "@app.handler"), handler=False),
     "missing module": Mistake(("'nowhere'",), target="nowhere:app"),
     "501 subjects": Mistake(
-        ("501", "500"), app="parti.App(stream=STREAM, subject=TEMPLATE, partitions=[f'p{n}' for n in range(501)])"
+        ("501", "500"),
+        app="parti.App(stream=STREAM, subject=TEMPLATE, partitions=[f'p{n}' for n in range(501)])",
+        options=("--solo",),
     ),
-    "overlap": Mistake((".*'", ".a'"), app="parti.App(stream=STREAM, subject=TEMPLATE, partitions=['*', 'a'])"),
+    "overlap": Mistake(("'*'", "'a'"), app="parti.App(stream=STREAM, subject=TEMPLATE, partitions=['*', 'a'])"),
     "unreachable server": Mistake(("could not connect", "1.0 s"), url="nats://127.0.0.1:1"),
     "two ways to authenticate": Mistake(
         ("token", "password"), env={"PARTI_TOKEN": SECRET, "PARTI_USER": "ann", "PARTI_PASSWORD": SECRET}

@@ -21,7 +21,7 @@ from tests.integration.conftest import Kit, Record, eventually, merge
 
 import parti
 from parti.errors import ApiError, ConfigError, OverlappingSubjects, SubjectMismatch, TooManySubjects
-from parti.worker.worker import Worker
+from parti.app.worker import Worker
 
 RIVAL = "rival"
 PARTITIONS = [f"p{n}" for n in range(20)]

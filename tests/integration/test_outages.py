@@ -23,7 +23,7 @@ from tests.integration.proxy import proxy_to
 
 import parti
 from parti.embedded import Cluster, Server
-from parti.worker.worker import Worker
+from parti.app.worker import Worker
 
 Servers = str | list[str]
 PARTITIONS = [f"p{n}" for n in range(40)]
@@ -289,7 +289,7 @@ async def test_a_consumer_deleted_during_the_outage_is_made_again_at_the_positio
         await client.close()
         proxy.refuse(False)
         await flow.more_handled()
-        assert worker.metrics.recreated.value == 1
+        await until(lambda: worker.metrics.recreated.value == 1)
 
 
 # ── a cluster ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -362,13 +362,13 @@ async def test_a_stream_made_again_under_a_running_worker_is_read_from_its_start
         await until(lambda: len(journal) == 250, 2)
 
 
-async def test_two_workers_with_one_id_are_told_apart_by_a_health_signal(
+async def test_two_solo_workers_with_one_id_are_told_apart_by_a_health_signal(
     nats_server: Server, stream_name: str
 ) -> None:
     count = 4_000
     await create_stream(nats_server.url, stream_name)
     journals: tuple[list[Handled], list[Handled]] = ([], [])
-    settings = {"nats": nats_server.url, "bucket": stream_name, "worker_id": "twin", **QUICK}
+    settings = {"nats": nats_server.url, "bucket": stream_name, "worker_id": "twin", "fleet": False, **QUICK}
     said: list[str] = []
     async with contextlib.AsyncExitStack() as stack:
         workers = [

@@ -675,7 +675,7 @@ async def test_a_worker_that_may_not_pull_says_so_by_name(nats_server_factory: C
     client = await nats.connect(server.url, user="ann", password="pw")
     await client.jetstream().add_stream(name="S", subjects=["s.*"])
     await client.close()
-    app = parti.App(stream="S", subject="s.{k}", nats=server.url, user="ann", password="pw")
+    app = parti.App(stream="S", subject="s.{k}", partitions=["a"], nats=server.url, user="ann", password="pw")
 
     @app.handler
     async def handle(message: parti.Message) -> None:

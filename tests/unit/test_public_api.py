@@ -9,7 +9,12 @@ import parti
 # A promise to users: removing a line here is a breaking change.
 PUBLIC = [
     "App",
+    "Callback",
+    "Discovered",
+    "FleetState",
+    "FromKey",
     "HandlerTimeout",
+    "Manager",
     "Message",
     "MessageContext",
     "PartiError",
@@ -17,8 +22,13 @@ PUBLIC = [
     "Reject",
     "Retry",
     "Settings",
+    "Slot",
+    "Static",
+    "Strategy",
+    "SubjectMapping",
     "Template",
     "Worker",
+    "WorkerConsumerUpdater",
     "__version__",
 ]
 

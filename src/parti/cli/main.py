@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from parti.cli import dev, worker
+from parti.cli import dev, plan, status, worker, workers
 from parti.errors import PartiError
 from parti.version import __version__
 
@@ -20,6 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("worker")(worker.worker)
+app.command("status")(status.status)
+app.command("workers")(workers.workers)
+app.command("plan")(plan.plan)
 app.add_typer(dev.app, name="dev")
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
+import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from parti.errors import HandlerMissing
+from parti.app.app import App
+from parti.app.process import serve
+from parti.app.supervisor import die_with_parent, own_slot, supervise
+from parti.config import Settings
+from parti.errors import ConfigError, HandlerMissing
 from parti.telemetry.logs import configure_logging
-from parti.worker.app import App
-from parti.worker.process import serve
 
 
 def worker(
@@ -21,24 +26,46 @@ def worker(
         str, typer.Argument(metavar="MODULE:APP", help="Where the app is, for example orders.main:app.")
     ],
     nats: Annotated[str | None, typer.Option(help="Server URL, or several with commas between.")] = None,
-    worker_id: Annotated[str | None, typer.Option(help="Identity of this worker; names its consumer.")] = None,
+    worker_id: Annotated[
+        str | None, typer.Option(help="Insist on this worker id; without it the lowest free one is taken.")
+    ] = None,
+    identity: Annotated[
+        str | None, typer.Option(help="Name of host or pod; gets its worker id and partitions back after a restart.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Run this many worker processes and restart those that die.")
+    ] = None,
+    solo: Annotated[bool, typer.Option("--solo", help="Take part in no fleet: read all partitions alone.")] = False,
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve /metrics and /healthz here; 0 for any port.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, console or json.")] = None,
 ) -> None:
-    """Run a worker.
+    """Run a worker: start the same command as often as you like, and the workers share the partitions.
 
     Every setting can also come from the environment (PARTI_NATS, PARTI_WORKER_ID, ...) or from parti.toml.
     SIGTERM or Ctrl-C drains: pulling stops, running handlers finish, positions are stored. A second one leaves at
     once. Exit codes: 0 drained, 1 something will be delivered again, 2 the worker could not start.
     """
+    die_with_parent()  # first: importing the app may take long
+    options: dict[str, Any] = {
+        "nats": nats,
+        "worker_id": worker_id,
+        "identity": identity,
+        "metrics_port": metrics_port,
+        "log_level": log_level,
+        "log_format": log_format,
+        "fleet": False if solo else None,
+    }
+    if slot := own_slot():
+        # What the supervisor chose beats the app's own arguments, which all slots share.
+        options |= {"identity": slot.identity, "metrics_port": slot.metrics_port, "owner_token": slot.owner_token}
     app = load_app(target)
-    made = app.worker(
-        nats=nats, worker_id=worker_id, metrics_port=metrics_port, log_level=log_level, log_format=log_format
-    )
+    made = app.worker(**options)
     settings = made.settings
+    if processes is not None:
+        raise typer.Exit(_supervise(processes, target, options, settings))
 
     def speak() -> None:
         configure_logging(settings.log_level, settings.log_format)
@@ -48,6 +75,34 @@ def worker(
     code = asyncio.run(serve(made, on_started=speak))
     if code:
         raise typer.Exit(code)
+
+
+def _supervise(processes: int, target: str, options: Mapping[str, object], settings: Settings) -> int:
+    if processes > 1 and settings.worker_id is not None:
+        raise ConfigError(
+            f"worker_id={settings.worker_id!r} cannot be shared by {processes} processes; leave it out, or use "
+            f"--identity"
+        )
+    if processes > 1 and not settings.fleet:
+        raise ConfigError(f"{processes} processes cannot each read everything alone; leave out --solo (fleet=false)")
+    configure_logging(settings.log_level, settings.log_format)
+    # Identity and port come from the slot.
+    shared = {k: v for k, v in options.items() if v is not None and k not in {"identity", "metrics_port", "fleet"}}
+    environment = dict(os.environ)
+    if settings.metrics_port is not None:
+        environment["PARTI_METRICS_PORT"] = str(settings.metrics_port)
+    return supervise(
+        # -P: as with the installed command, no file in the current directory can stand in for parti itself.
+        [
+            *(sys.executable, "-P", "-m", "parti", "worker", target),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in shared.items()),
+            *([] if settings.fleet else ["--solo"]),
+        ],
+        processes=processes,
+        identity=settings.identity or socket.gethostname().replace(".", "-"),
+        environment=environment,
+        drain_timeout_s=settings.drain_timeout_s,
+    )
 
 
 def load_app(target: str) -> App:

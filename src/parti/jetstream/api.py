@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from parti.errors import ApiError, JetStreamUnavailable, NoResponders, NotFound, WrongRevision
+from parti.model.mapping import stored_subjects
 
 _NOT_FOUND = frozenset({10014, 10037, 10059})
 _WRONG_REVISION = frozenset({10071, 10164})
@@ -39,6 +40,10 @@ class Requester(Protocol):
         """Send a request and wait for its answer."""
         ...
 
+    async def publish(self, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None) -> None:
+        """Write a message without waiting for anything."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StreamInfo:
@@ -53,6 +58,14 @@ class StreamInfo:
     last_seq: int
     messages: int
     allow_direct: bool
+    num_subjects: int = 0
+    transform: tuple[str, str] | None = None
+    """Source and destination of the stream's subject transform."""
+
+    @property
+    def stored_subjects(self) -> tuple[str, ...]:
+        """What its messages lie under, and consumers filter on: `subjects` after the transform."""
+        return stored_subjects(self.subjects, *self.transform) if self.transform else self.subjects
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +132,10 @@ class JetStreamApi:
         """State and configuration of a stream; raises `NotFound`."""
         return _stream_info(await self.call(f"STREAM.INFO.{name}"))
 
+    async def stream_config(self, name: str) -> dict[str, Any]:
+        """The whole configuration of a stream, as the server has it; raises `NotFound`."""
+        return dict((await self.call(f"STREAM.INFO.{name}"))["config"])
+
     async def ensure_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         """Return the stream, creating it when it is missing; an existing one is left as it is."""
         name = config["name"]
@@ -155,6 +172,10 @@ class JetStreamApi:
             return None
         return _stored(answer["message"])
 
+    async def send(self, subject: str, payload: bytes, *, headers: Mapping[str, str]) -> None:
+        """Publish without waiting for an answer: one of the earlier messages of a batch."""
+        await self._connection.publish(subject, payload, headers=headers)
+
     async def publish(
         self, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None, timeout_s: float = 5.0
     ) -> int:
@@ -183,6 +204,7 @@ def _answer(data: bytes) -> dict[str, Any]:
 
 def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
     config, state = answer["config"], answer["state"]
+    transform = config.get("subject_transform")
     return StreamInfo(
         name=config["name"],
         subjects=tuple(config.get("subjects") or ()),
@@ -193,6 +215,8 @@ def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
         last_seq=state["last_seq"],
         messages=state["messages"],
         allow_direct=bool(config.get("allow_direct")),
+        num_subjects=state.get("num_subjects", 0),
+        transform=(transform.get("src", ""), transform.get("dest", "")) if transform else None,
     )
 
 

@@ -1,24 +1,50 @@
-"""The control bucket: leader reads and compare-and-set writes.
+"""The control plane's key-value bucket: leader reads, compare-and-set writes, and atomic batches of them.
 
 Reads go to the stream's leader (`STREAM.MSG.GET`), because a replica may answer with an old value. Whoever needs
 to be sure decides on the result of a write, not on a read.
+
+A batch takes effect as a whole or not at all, and each write in it is a compare-and-set. That is how a lease fences
+everything its holder writes: the batch begins with the renewal of the lease.
 """
 
 from __future__ import annotations
 
 import base64
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
-from parti.errors import NotFound
-from parti.jetstream.api import JetStreamApi
+from parti.errors import ConfigError, JetStreamUnavailable, NoResponders, NotFound
+from parti.jetstream.api import JetStreamApi, StreamInfo
+
+MARKER_TTL_S = 60
+"""How long an expired or deleted key leaves a marker behind, for watches to see."""
+MAX_BATCH = 1000
+"""Most writes in one batch; the server's limit."""
+MIN_TTL_S = 1.0
+"""Shortest life of a key; the server's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value and the revision that a compare-and-set has to name."""
+    """A value and the revision that a compare-and-set has to name; without a value, the key is gone."""
 
     value: bytes
     revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One compare-and-set: `revision` must be the key's last one (0: it must not exist)."""
+
+    key: str
+    value: bytes
+    revision: int
+    ttl_s: float | None = None
+    """The key expires so long after this write; None: never."""
+    deletes: bool = False
+    """Leave a marker instead of a value."""
 
 
 class Bucket:
@@ -27,27 +53,43 @@ class Bucket:
     def __init__(self, api: JetStreamApi, name: str) -> None:
         self._api = api
         self.name = name
-        self._stream = f"KV_{name}"
+        self.stream = f"KV_{name}"
 
     @classmethod
     async def open(cls, api: JetStreamApi, name: str, *, replicas: int) -> Bucket:
-        """Open a bucket, creating it with history 1 when it is missing."""
-        await api.ensure_stream(
-            {
-                "name": f"KV_{name}",
-                "subjects": [f"$KV.{name}.>"],
-                "retention": "limits",
-                "storage": "file",
-                "discard": "new",
-                "max_msgs_per_subject": 1,
-                "num_replicas": replicas,
-                "allow_direct": True,
-                "allow_rollup_hdrs": True,
-                "allow_msg_ttl": True,
-                "deny_delete": True,
-            }
-        )
+        """Open a bucket, creating it with history 1 when it is missing.
+
+        One that lacks what parti needs (expiry of single keys, markers, atomic batches) is given it.
+        """
+        needed = {"allow_msg_ttl": True, "subject_delete_marker_ttl": MARKER_TTL_S * 10**9, "allow_atomic": True}
+        config = {
+            "name": f"KV_{name}",
+            "subjects": [f"$KV.{name}.>"],
+            "retention": "limits",
+            "storage": "file",
+            "discard": "new",
+            "max_msgs_per_subject": 1,
+            "num_replicas": replicas,
+            "allow_direct": True,
+            "allow_rollup_hdrs": True,
+            "deny_delete": True,
+            **needed,
+        }
+        await api.ensure_stream(config)
+        found = await api.stream_config(f"KV_{name}")
+        if found.get("max_msgs_per_subject") != 1:
+            # With history an old value comes back to life when the newest one expires.
+            raise ConfigError(
+                f"bucket {name!r} keeps a history of {found.get('max_msgs_per_subject')} values, but parti needs "
+                f"history 1; name another bucket, or delete this one"
+            )
+        if any(found.get(option) != value for option, value in needed.items()):
+            await api.call(f"STREAM.UPDATE.KV_{name}", {**found, **needed})
         return cls(api, name)
+
+    async def info(self) -> StreamInfo:
+        """State of the bucket's stream; raises `NotFound` when there is none any more."""
+        return await self._api.stream_info(self.stream)
 
     async def get(self, key: str) -> Entry | None:
         """Read a key from the leader; None when it never existed.
@@ -56,19 +98,69 @@ class Bucket:
         compare-and-set has to name.
         """
         try:
-            answer = await self._api.call(
-                f"STREAM.MSG.GET.{self._stream}", {"last_by_subj": f"$KV.{self.name}.{key}"}
-            )
+            answer = await self._api.call(f"STREAM.MSG.GET.{self.stream}", {"last_by_subj": self._subject(key)})
         except NotFound:
             return None
         message = answer["message"]
         return Entry(base64.b64decode(message.get("data", "")), int(message["seq"]))
 
-    async def put(self, key: str, value: bytes, *, revision: int) -> int:
+    async def put(self, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
         """Write a key if its revision is still `revision` (0: it must not exist); returns the new revision.
 
-        Raises `WrongRevision` when another writer came first, `RequestTimeout` when the outcome is unknown.
+        Raises `WrongRevision` when another writer came first, `RequestTimeout` when the outcome is unknown,
+        `NotFound` when the bucket is gone.
         """
-        return await self._api.publish(
-            f"$KV.{self.name}.{key}", value, headers={"Nats-Expected-Last-Subject-Sequence": str(revision)}
-        )
+        return (await self.write([Write(key, value, revision, ttl_s)]))[0]
+
+    async def delete(self, key: str, *, revision: int) -> int:
+        """Leave a marker in place of a key if its revision is still `revision`; returns the marker's revision."""
+        return (await self.write([Write(key, b"", revision, MARKER_TTL_S, deletes=True)]))[0]
+
+    async def write(self, writes: Sequence[Write], *, timeout_s: float = 5.0) -> list[int]:
+        """Do all of these writes or none of them; returns the new revisions.
+
+        Raises as `put` does. The server takes at most `MAX_BATCH` writes at once.
+        """
+        if not writes:
+            return []
+        if len(writes) > MAX_BATCH:
+            raise ConfigError(f"{len(writes)} writes in one batch; at most {MAX_BATCH} are possible; split them")
+        headers = [_headers(write) for write in writes]
+        if len(writes) > 1:
+            batch = uuid.uuid4().hex
+            for number, header in enumerate(headers, 1):
+                header |= {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(number)}
+            headers[-1]["Nats-Batch-Commit"] = "1"
+            for write, header in zip(writes[:-1], headers, strict=False):
+                await self._api.send(self._subject(write.key), write.value, headers=header)
+        last = writes[-1]
+        try:
+            seq = await self._api.publish(
+                self._subject(last.key), last.value, headers=headers[-1], timeout_s=timeout_s
+            )
+        except (NoResponders, JetStreamUnavailable) as error:
+            raise NotFound(10059, f"bucket {self.name!r} is gone or JetStream is off: {error}") from None
+        return list(range(seq - len(writes) + 1, seq + 1))
+
+    def _subject(self, key: str) -> str:
+        return f"$KV.{self.name}.{key}"
+
+
+def _headers(write: Write) -> dict[str, str]:
+    headers = {"Nats-Expected-Last-Subject-Sequence": str(write.revision)}
+    if write.ttl_s is not None:
+        headers["Nats-TTL"] = f"{max(MIN_TTL_S, write.ttl_s) * 1000:.0f}ms"
+    if write.deletes:
+        headers["KV-Operation"] = "DEL"
+    return headers
+
+
+def epoch_base(created: str) -> int:
+    """Microseconds since 1970 at which the bucket was made: what epochs are counted from.
+
+    An epoch is this plus a sequence of the bucket. A bucket that was deleted and made anew begins with low sequences
+    again, but more microseconds than writes have passed, so epochs go on growing.
+    """
+    whole, _, fraction = created.rstrip("Z").partition(".")
+    start = datetime.fromisoformat(f"{whole}+00:00")
+    return int(start.timestamp()) * 1_000_000 + int(fraction[:6].ljust(6, "0") or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 
 from parti.errors import SubjectMismatch
 
@@ -52,13 +53,29 @@ def overlap(left: str, right: str) -> bool:
 def first_overlap(subjects: Sequence[str]) -> tuple[str, str] | None:
     """Return two different entries that match a common subject, or None.
 
-    Only pairs with a wildcard are compared, so a long list of literal subjects costs nothing.
+    Entries with wildcards at the same places overlap only when they are equal. For two different sets of places the
+    tokens where neither has a wildcard decide: one dictionary for each pair of sets, not a comparison of all pairs.
     """
-    wild = [s for s in subjects if has_wildcard(s)]
-    for pattern in wild:
+    shapes: dict[tuple[int, ...], list[tuple[list[str], str]]] = {}
+    tails = [s for s in subjects if s.split(".")[-1] == ">"]
+    for subject in subjects:
+        tokens = subject.split(".")
+        if tokens[-1] != ">":
+            places = (len(tokens), *(i for i, token in enumerate(tokens) if token == "*"))
+            shapes.setdefault(places, []).append((tokens, subject))
+    for left, right in combinations(shapes, 2):
+        if left[0] != right[0]:
+            continue
+        common = [i for i in range(left[0]) if i not in left[1:] and i not in right[1:]]
+        seen = {tuple(tokens[i] for i in common): subject for tokens, subject in shapes[left]}
+        for tokens, subject in shapes[right]:
+            other = seen.get(tuple(tokens[i] for i in common))
+            if other is not None:
+                return other, subject
+    for tail in tails:
         for other in subjects:
-            if other != pattern and overlap(pattern, other):
-                return (other, pattern) if subjects.index(other) < subjects.index(pattern) else (pattern, other)
+            if other != tail and overlap(tail, other):
+                return other, tail
     return None
 
 

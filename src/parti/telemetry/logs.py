@@ -44,6 +44,7 @@ def configure_logging(
     stream = sys.stderr if stream is None else stream
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        _add_process,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -77,6 +78,18 @@ def configure_logging(
         wrapper_class=structlog.make_filtering_bound_logger(number),
         cache_logger_on_first_use=False,  # so that a later call reaches loggers already in use
     )
+
+
+_process: dict[str, str] = {}
+
+
+def name_process(**fields: str) -> None:
+    """Add these fields to every line of this process, as far as a line has none of its own of that name."""
+    _process.update(fields)
+
+
+def _add_process(_: object, __: str, event: EventDict) -> EventDict:
+    return {**_process, **event}
 
 
 def _renderers(format: str, stream: TextIO) -> list[Processor]:

@@ -23,6 +23,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from parti.core.planner import FleetState
+from parti.model.fleet import ROLES
 from parti.version import __version__
 
 _log = structlog.get_logger("parti.telemetry.metrics")
@@ -106,6 +108,11 @@ class LabelledCounter(Instrument):
         self.exported = exported
         self._dropped = Counter(name, help)
         self._children = {value: Counter(name, help) for value in values}
+
+    @property
+    def total(self) -> int:
+        """All label values together."""
+        return sum(counter.value for counter in self._children.values())
 
     def child(self, value: str) -> Counter:
         """Return the counter of one label value, made when first asked for."""
@@ -194,6 +201,11 @@ class Histogram(Instrument):
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
+    @property
+    def count(self) -> int:
+        """How many observations there were."""
+        return sum(self.counts)
+
     def observe(self, value: float) -> None:
         """Count `value` in its bucket; on the event loop only."""
         self.counts[0 if value <= self.bounds[0] else bisect_left(self.bounds, value)] += 1
@@ -225,6 +237,7 @@ class Metrics(Collector):
         self._declare_handlers(per_partition)
         self._declare_pulls()
         self._declare_worker()
+        self._declare_fleet()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -345,6 +358,44 @@ class Metrics(Collector):
             StateGauge("parti_build_info", "Always 1; the label tells the version.", "version", (__version__,))
         )
         self.build_info.set(__version__)
+
+    def _declare_fleet(self) -> None:
+        add = self._add
+        self.fleet_state = add(
+            StateGauge("parti_fleet_state", "1 for what this worker is doing.", "state", tuple(FleetState))
+        )
+        self.leading = add(Gauge("parti_leading", "1 while this worker is the rebalancer."))
+        self.elections = add(LabelledCounter("parti_elections_total", "Elections won.", "role", ROLES))
+        self.lease_renewals = add(Counter("parti_lease_renewals_total", "Renewals of the worker id's lease."))
+        self.lease_losses = add(
+            LabelledCounter(
+                "parti_lease_losses_total",
+                "Times the worker id was lost or the control plane was reset.",
+                "cause",
+                ("ended", "reset"),
+            )
+        )
+        self.assignment_changes = add(
+            Counter("parti_assignment_changes_total", "Assignments taken over by this worker.")
+        )
+        self.hook_failures = add(Counter("parti_hook_failures_total", "Hooks of the user that raised."))
+        self.fleet_workers = add(Gauge("parti_fleet_workers", "Workers in the fleet; told by the monitor."))
+        self.fleet_partitions = add(Gauge("parti_fleet_partitions", "Partitions claimed; told by the monitor."))
+        self.fleet_unowned = add(
+            Gauge("parti_fleet_unowned_partitions", "Partitions without a live owner; told by the monitor.")
+        )
+        self.fleet_moving = add(
+            Gauge("parti_fleet_moving_partitions", "Partitions on the move; told by the monitor.")
+        )
+        self.claims_given = add(
+            LabelledCounter(
+                "parti_claims_given_total",
+                "Claims written by this rebalancer.",
+                "kind",
+                ("new", "moved", "kept"),
+            )
+        )
+        self.claim_failures = add(Counter("parti_claim_failures_total", "Claims that somebody else had changed."))
 
     def _add(self, instrument: _I) -> _I:
         assert instrument.name not in self._instruments, instrument.name

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -68,6 +68,7 @@ class WorkerConsumer:
         *,
         each_subject: bool = False,
     ) -> None:
+        assert settings.worker_id
         self._each_subject = each_subject
         self._ports = ports
         self._settings = settings
@@ -84,6 +85,8 @@ class WorkerConsumer:
         self._failures = 0
         self._existed = False
         self._starts: dict[str, int] = {}
+        self._granted: Mapping[str, int] | None = None
+        self._granted_in = ""
         self._lock = asyncio.Lock()
         self.engine = PullEngine(
             ports.connection,
@@ -106,6 +109,10 @@ class WorkerConsumer:
     def subjects(self) -> tuple[str, ...]:
         """The subjects that the consumer carries now."""
         return self._applied.subjects
+
+    def grant(self, positions: Mapping[str, int], stream_created: str) -> None:
+        """Say where partitions begin that others have had: positions by id, in the stream made at that time."""
+        self._granted, self._granted_in = dict(positions), stream_created
 
     async def start(self, partitions: Iterable[PartitionLike]) -> None:
         """Create or take up the consumer with these partitions and begin to pull."""
@@ -163,10 +170,10 @@ class WorkerConsumer:
     def _build(self, partitions: Iterable[PartitionLike]) -> FilterSet:
         filters = build_filters(self._template.partitions(partitions), max_subjects=self._settings.max_subjects)
         for subject in filters.partitions:
-            if not within(subject, self._stream.subjects):
+            if not within(subject, self._stream.stored_subjects):
                 raise SubjectMismatch(
                     f"subject {subject!r} is outside stream {self._stream.name!r}, which takes "
-                    f"{', '.join(self._stream.subjects) or 'nothing'}; correct the template or the stream"
+                    f"{', '.join(self._stream.stored_subjects) or 'nothing'}; correct the template or the stream"
                 )
         if filters.duplicates:
             self._ports.metrics.duplicate_subjects.inc(filters.duplicates)
@@ -336,6 +343,9 @@ class WorkerConsumer:
         if info is not None:
             self._baseline = self._baseline.raised(info.subjects, info.ack_floor)
         record = self._baseline
+        if self._granted is not None:
+            await self._take_up_granted(filters)
+            return
         if record.fresh:
             lanes.next_seq = self._stream.last_seq + 1 if self._settings.start == "new" else 1
             return
@@ -353,6 +363,21 @@ class WorkerConsumer:
             lanes.next_seq = min(record.floor, first or record.floor)
             return
         await self._gain(uncovered)
+
+    async def _take_up_granted(self, filters: FilterSet) -> None:
+        """Others may have had these partitions since the record was written: look where each of them stands."""
+        lanes, record = self._ports.lanes, self._baseline
+        info = await self._ports.api.stream_info(self._stream.name)
+        lanes.next_seq = info.last_seq + 1
+        lanes.restore(record.behind)
+        lanes.restore({p.id: record.position(p.id, p.subject) for p in self._no_longer_ours(filters)})
+        parked = [p for p in filters.partitions.values() if self._parked_partition(p.id, filters)]
+        for partition in parked:
+            if partition.id in record.behind:
+                lanes.gain(partition, self._position(partition.id, partition.subject), feed_to=info.last_seq)
+        others = [p for p in filters.partitions.values() if not lanes.has(p.id)]
+        firsts = await self._probe(others, end=info.last_seq + 1)
+        lanes.next_seq = min([lanes.next_seq, *(seq for seq in firsts if seq is not None)])
 
     def _no_longer_ours(self, filters: FilterSet) -> list[Partition]:
         """Partitions that an earlier run owned and this one does not: their positions must not be forgotten."""
@@ -382,19 +407,25 @@ class WorkerConsumer:
         """Find unfinished messages of these partitions that the consumer has passed: it must go back for them."""
         if not partitions or not self._existed:
             return
-        lanes, room = self._ports.lanes, asyncio.Semaphore(_PROBES_AT_ONCE)
+        lanes, end = self._ports.lanes, 0
+        if self._settings.start == "new":
+            end = (await self._ports.api.stream_info(self._stream.name)).last_seq + 1
+        oldest = await self._probe(partitions, end=end)
+        for partition, seq in zip(partitions, oldest, strict=True):
+            if seq is not None and seq < lanes.next_seq:
+                lanes.gain(partition, seq)
+
+    async def _probe(self, partitions: Sequence[Partition], *, end: int) -> list[int | None]:
+        """The first unfinished message of each partition; `end` is where those begin that want only new ones."""
+        room = asyncio.Semaphore(_PROBES_AT_ONCE)
 
         async def probe(partition: Partition) -> int | None:
             async with room:
                 return await self._first_unfinished(partition)
 
         if self._settings.start == "new":
-            end = (await self._ports.api.stream_info(self._stream.name)).last_seq + 1
             self._starts |= {p.id: end for p in partitions if not self._position(p.id, p.subject)}
-        oldest = await asyncio.gather(*(probe(p) for p in partitions))
-        for partition, seq in zip(partitions, oldest, strict=True):
-            if seq is not None and seq < lanes.next_seq:
-                lanes.gain(partition, seq)
+        return await asyncio.gather(*(probe(p) for p in partitions))
 
     async def _first_unfinished(self, partition: Partition) -> int | None:
         """Sequence of the first message at or after the partition's position, or None."""
@@ -407,6 +438,8 @@ class WorkerConsumer:
 
     def _position(self, partition_id: str, subject: str) -> int:
         known = self._ports.lanes.known_position(partition_id)
+        if self._granted and self._granted_in == self._stream.created:
+            known = max(known, self._granted.get(partition_id, 0))
         return max(known, self._starts.get(partition_id, 0), self._baseline.position(partition_id, subject))
 
     def _placeholder(self) -> str:

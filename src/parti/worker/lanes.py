@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Protocol
 
 import structlog
@@ -66,6 +66,10 @@ class Lanes:
         self.cursor = 1
         """One past the last sequence that was delivered in this session."""
         self.draining = False
+        self.permitted_until_s = float("inf")
+        """Handlers may be started until this moment of `time.perf_counter`: the worker's lease ends then."""
+        self.fences: Mapping[str, int] = {}
+        """Fence tokens by partition id."""
         self.on_ready: Callable[[], None] = lambda: None
         self.count_running: Callable[[], int] = lambda: 0
         self.on_starved: Callable[[Lane], None] = lambda lane: None
@@ -125,11 +129,50 @@ class Lanes:
         position = max(position, self._released.pop(partition.id, 0))
         lane = self._leaving.pop(partition.id, None)
         if lane is None:
-            lane = Lane(Ownership(partition, self._stream, self._worker_id), position)
+            lane = Lane(self._ownership(partition), position)
         else:
             lane.phase = Phase.RUNNING
+            self._refence(lane, self._ownership(partition))
         self._lanes[partition.id] = lane
         return lane
+
+    def _ownership(self, partition: Partition) -> Ownership:
+        return Ownership(partition, self._stream, self._worker_id, self.fences.get(partition.id, 0))
+
+    @property
+    def permitted(self) -> bool:
+        """Whether handlers may be started now."""
+        return time.perf_counter() < self.permitted_until_s
+
+    def permit(self, until_s: float) -> None:
+        """Allow or forbid the start of handlers; what waits goes on when it is allowed again."""
+        shut = not self.permitted
+        self.permitted_until_s = until_s
+        if shut and self.permitted:
+            self.on_ready()
+
+    def fence(self, tokens: Mapping[str, int]) -> None:
+        """Give every partition its fence token; what has not been started carries the new one."""
+        self.fences = dict(tokens)
+        for partition_id, lane in self._lanes.items():
+            if lane.ownership.fence != self.fences.get(partition_id, 0):
+                self._refence(lane, self._ownership(lane.ownership.partition))
+
+    def _refence(self, lane: Lane, ownership: Ownership) -> None:
+        with self.lock:
+            lane.ownership = ownership
+            for message in lane.waiting:
+                message.ownership = ownership
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """Partitions that were released and not gained again."""
+        return tuple(self._released)
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Partitions that were released and whose handler still runs."""
+        return tuple(self._leaving)
 
     def start_over(self) -> None:
         """The stream was made anew: sequences and positions of the old one mean nothing any more.
@@ -156,10 +199,12 @@ class Lanes:
 
     def catch_up(self) -> None:
         """Let the floor speak again for lanes that have nothing left below it."""
-        for partition_id, lane in self._lanes.items():
-            if lane.behind and lane.caught_up(self.cursor):
-                lane.behind = False
-                _log.info("partition has caught up", partition=partition_id, position=lane.position)
+        done = [lane for lane in self._lanes.values() if lane.behind and lane.caught_up(self.cursor)]
+        for lane in done:
+            lane.behind = False
+            _log.debug("partition has caught up", partition=lane.ownership.partition.id, position=lane.position)
+        if done:
+            _log.info("partitions have caught up", partitions=len(done))
 
     def _release(self, partition: Partition) -> None:
         lanes = [lane for lane in self._lanes.values() if covers(partition.subject, lane.ownership.partition.subject)]
@@ -337,6 +382,14 @@ class Lanes:
             lane.phase = _IDLE
             if lane.parked:
                 self.on_starved(lane)
+
+    def put_back(self, lane: Lane) -> None:
+        """A runner took a lane and started nothing: its permission had ended."""
+        if lane.phase is _CLOSED:
+            self._abandon(lane)
+        else:
+            lane.phase = _READY
+            self.ready.append(lane)
 
     def failed(self, lane: Lane, error: BaseException, elapsed_s: float, message: Message | None = None) -> None:
         """The handler of a message (the head, if none is named) raised."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -12,12 +13,23 @@ import structlog
 from parti.core.progress import Progress, decode_progress, encode_progress
 from parti.errors import PartiError, WrongRevision
 from parti.jetstream.api import StreamInfo
-from parti.jetstream.kv import Bucket
+from parti.jetstream.kv import Entry
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 
 _log = structlog.get_logger("parti.progress")
 _SIGNAL = "progress"
+
+
+class ProgressStore(Protocol):
+    """Where the record is kept: the bucket itself, or the bucket under a lease."""
+
+    async def get(self, key: str) -> Entry | None:
+        """Read a key from the leader; None when it never existed."""
+
+    async def put(self, key: str, value: bytes, *, revision: int) -> int:
+        """Write a key if its revision is still `revision`; returns the new one."""
+        ...
 
 
 class ProgressKeeper:
@@ -27,8 +39,8 @@ class ProgressKeeper:
     in the meantime. Losing a write costs repeats after a crash, never a message.
     """
 
-    def __init__(self, bucket: Bucket, worker_id: str, metrics: Metrics, health: Health) -> None:
-        self._bucket = bucket
+    def __init__(self, store: ProgressStore, worker_id: str, metrics: Metrics, health: Health) -> None:
+        self._store = store
         self._key = f"progress.{worker_id}"
         self._metrics = metrics
         self._health = health
@@ -37,10 +49,25 @@ class ProgressKeeper:
         self._lock = asyncio.Lock()
         self._written: Progress | None = None
 
+    async def continues(self, store: ProgressStore) -> bool:
+        """Go on with another store; False when somebody else has written the record since."""
+        self._store = store
+        entry = await store.get(self._key)
+        if entry is None or not entry.value:
+            # The bucket is a new one: what is known here is all that is left.
+            self._revision, self._written = entry.revision if entry else 0, None
+            return True
+        try:
+            ours = decode_progress(entry.value).writer == self._writer
+        except (msgspec.ValidationError, msgspec.DecodeError):
+            return False
+        self._revision = entry.revision
+        return ours
+
     async def load(self, stream: StreamInfo) -> Progress:
         """Read the record; a fresh one when there is none, or when it does not belong to this very stream."""
         fresh = Progress(stream=stream.name, stream_created=stream.created, writer=self._writer)
-        entry = await self._bucket.get(self._key)
+        entry = await self._store.get(self._key)
         if entry is None:
             return fresh
         self._revision = entry.revision
@@ -75,7 +102,7 @@ class ProgressKeeper:
         if progress == self._written:
             return True
         try:
-            self._revision = await self._bucket.put(self._key, encode_progress(progress), revision=self._revision)
+            self._revision = await self._store.put(self._key, encode_progress(progress), revision=self._revision)
         except WrongRevision:
             await self._adopt()
             return False
@@ -90,7 +117,7 @@ class ProgressKeeper:
     async def _adopt(self) -> None:
         """Another revision is stored: our own write whose answer got lost, or another process with our id."""
         try:
-            entry = await self._bucket.get(self._key)
+            entry = await self._store.get(self._key)
             self._revision = entry.revision if entry else 0
             foreign = entry and entry.value and decode_progress(entry.value).writer != self._writer
         except (PartiError, msgspec.ValidationError, msgspec.DecodeError) as error:

@@ -28,6 +28,9 @@ AsyncHandler: TypeAlias = Callable[[Message], Awaitable[Any]]
 PlainHandler: TypeAlias = Callable[[Message], Any]
 Handler: TypeAlias = AsyncHandler | PlainHandler
 
+_Outcome: TypeAlias = tuple[Lane, Message | None, float, BaseException | None, bool]
+"""Lane, message (None: nothing was started, the permission had ended), seconds, error, whether the thread is done."""
+
 _SLICE = 256
 """Messages handled before the event loop gets its turn."""
 _BATCH = 16
@@ -91,7 +94,8 @@ class AsyncRunners:
 
     def kick(self) -> None:
         """See that somebody works through the ready lanes."""
-        if self._lanes.ready and not self._lanes.draining and (self._pump is None or self._pump.lane):
+        lanes = self._lanes
+        if lanes.ready and not lanes.draining and lanes.permitted and (self._pump is None or self._pump.lane):
             self._start_pump()
 
     def _start_pump(self) -> None:
@@ -122,6 +126,9 @@ class AsyncRunners:
                         break
                     # Whoever should look after the ready lanes waits in a handler itself.
                     self._pump = runner
+                started = clock()
+                if started >= lanes.permitted_until_s:
+                    break
                 lane = ready.popleft()
                 if lane.phase is not _READY:
                     continue
@@ -131,7 +138,7 @@ class AsyncRunners:
                     self._handoff_due = True
                     self._loop.call_soon(self._handoff)
                 runner.lane = lane
-                started = lane.started_s = clock()
+                lane.started_s = started
                 error: BaseException | None = None
                 try:
                     await handler(lane.waiting[0])
@@ -222,7 +229,7 @@ class ThreadRunners:
         self._wake = threading.Semaphore(0)
         self._idle = 0
         self._threads: list[threading.Thread] = []
-        self._done: deque[tuple[Lane, Message, float, BaseException | None, bool] | None] = deque()
+        self._done: deque[_Outcome | None] = deque()
         self._signalled = False
         self._stopping = False
         self._running = 0
@@ -235,7 +242,7 @@ class ThreadRunners:
     def kick(self) -> None:
         """Wake threads for the ready lanes, or start them up to the limit."""
         waiting = len(self._lanes.ready)
-        if not waiting or self._lanes.draining:
+        if not waiting or self._lanes.draining or not self._lanes.permitted:
             return
         while waiting and self._idle:
             self._idle -= 1
@@ -252,7 +259,7 @@ class ThreadRunners:
     def _run(self) -> None:
         ready = self._lanes.ready
         while not self._stopping:
-            while not self._lanes.draining:
+            while not self._lanes.draining and self._lanes.permitted:
                 try:
                     lane = ready.popleft()
                 except IndexError:
@@ -273,6 +280,9 @@ class ThreadRunners:
             self._running += 1
         for message in batch:
             started = lane.started_s = time.perf_counter()
+            if started >= self._lanes.permitted_until_s:
+                self._post((lane, None, 0.0, None, True))
+                return
             error: BaseException | None = None
             try:
                 result = self._handler(message)
@@ -287,7 +297,7 @@ class ThreadRunners:
             if stop:
                 return
 
-    def _post(self, outcome: tuple[Lane, Message, float, BaseException | None, bool] | None) -> None:
+    def _post(self, outcome: _Outcome | None) -> None:
         """Tell the loop of an outcome, or (None) that this thread has nothing to do."""
         self._done.append(outcome)
         if not self._signalled:
@@ -311,7 +321,9 @@ class ThreadRunners:
             if last:
                 with lanes.lock:
                     self._running -= 1
-            if error is not None:
+            if message is None:
+                lanes.put_back(lane)
+            elif error is not None:
                 lanes.failed(lane, error, elapsed_s, message)
             else:
                 lanes.observe_latency(elapsed_s)

@@ -92,6 +92,20 @@ class UnorderedLanes(Lanes):
             del self._owed[seq]
             self._scatter.forget(seq)
 
+    def _refence(self, lane: Lane, ownership: Ownership) -> None:
+        before = lane.ownership
+        super()._refence(lane, ownership)
+        for own in self._in_hand.values():
+            if own.ownership is before:
+                super()._refence(own, ownership)
+        self._owed = {seq: ownership if own is before else own for seq, own in self._owed.items()}
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Partitions that were released and of which a handler still runs."""
+        running = {lane.ownership.partition.id for lane in self._in_hand.values() if lane.phase is Phase.CLOSED}
+        return tuple(running - self._lanes.keys())
+
     def _abandon(self, lane: Lane) -> None:
         """The handler of a released partition failed: its message is no longer ours, unless it came back."""
         if not lane.waiting or lane.waiting[0].seq not in self._in_hand:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from parti.app.worker import Job, Worker
 from parti.config import load_settings
+from parti.coordination.hooks import AssignmentHook, ErrorHook, Hooks, StateHook
+from parti.coordination.sources import SourceLike, as_source
 from parti.errors import ConfigError, HandlerMissing
-from parti.model.partition import PartitionLike, Template
+from parti.model.partition import Template
+from parti.strategies import strategy_named
+from parti.strategies.interface import Strategy
 from parti.worker.runners import Handler
-from parti.worker.worker import Job, Worker
 
 _H = TypeVar("_H", bound=Handler)
+_A = TypeVar("_A", bound=AssignmentHook)
+_S = TypeVar("_S", bound=StateHook)
+_E = TypeVar("_E", bound=ErrorHook)
 
 
 class App:
     """A stream, the partitions of it, and the handler of their messages.
 
-    `subject` is a template such as `dc.{tool}.{chamber}.completion`. `partitions` lists the key values; left out,
-    every subject that fits the template is a partition. Further keyword arguments are settings, which beat
-    environment and `parti.toml`.
+    `subject` is a template such as `dc.{tool}.{chamber}.completion`. `partitions` lists the key values, or is a
+    function that returns them, a `SubjectMapping` or another source; left out, every subject in the stream that fits
+    the template is a partition. `strategy` decides how a fleet shares them. Further keyword arguments are settings,
+    which beat environment and `parti.toml`.
 
     Example:
         app = parti.App(stream="DC", subject="dc.{tool}.{chamber}.completion", partitions=["etch1.c1", "etch1.c2"])
@@ -35,16 +43,18 @@ class App:
         *,
         stream: str,
         subject: str,
-        partitions: Iterable[PartitionLike] | None = None,
+        partitions: SourceLike = None,
+        strategy: Strategy | None = None,
         **settings: Any,
     ) -> None:
         if not stream or any(c in stream for c in ".*> \t\r\n/\\"):
             raise ConfigError(f"stream name {stream!r} is not valid: use letters, digits, '-' and '_'")
-        if isinstance(partitions, str):
-            raise ConfigError(f"partitions is the text {partitions!r}; expected a list of partitions")
         self.stream = stream
         self.template = Template(subject)
-        self.partitions = None if partitions is None else tuple(partitions)
+        self.source = as_source(partitions)
+        self.strategy = strategy
+        self.hooks = Hooks()
+        self._every_subject = partitions is None
         self.overrides: Mapping[str, Any] = dict(settings)
         self._handler: Handler | None = None
 
@@ -57,6 +67,21 @@ class App:
         self._handler = function
         return function
 
+    def on_assignment_changed(self, function: _A) -> _A:
+        """Register a hook: called with the old and the new partitions before this worker reads the new ones."""
+        self.hooks.on_assignment_changed.append(function)
+        return function
+
+    def on_state_changed(self, function: _S) -> _S:
+        """Register a hook: called with the old and the new state of this worker."""
+        self.hooks.on_state_changed.append(function)
+        return function
+
+    def on_error(self, function: _E) -> _E:
+        """Register a hook: called with each error that the worker met in the background and survived."""
+        self.hooks.on_error.append(function)
+        return function
+
     def worker(self, **overrides: Any) -> Worker:
         """Make a worker of this app; arguments beat the app's own settings.
 
@@ -66,15 +91,21 @@ class App:
             raise HandlerMissing("the app has no handler; decorate a function that takes a message with @app.handler")
         given = {k: v for k, v in overrides.items() if v is not None}
         settings = load_settings({**self.overrides, **given})
-        return Worker(settings, Job(self.stream, self.template, self.partitions, self._handler))
+        source = None if self._every_subject and not settings.fleet else self.source
+        strategy = self.strategy or strategy_named(settings.strategy)
+        return Worker(settings, Job(self.stream, self.template, source, self._handler, strategy), self.hooks)
 
     @asynccontextmanager
     async def running(self, **overrides: Any) -> AsyncIterator[Worker]:
-        """Run a worker inside this process for the length of a `with` block; it drains at the end."""
+        """Run a worker inside this process for the length of a `with` block; it drains at the end.
+
+        The block begins when the worker has been told what it owns.
+        """
         worker = self.worker(**overrides)
         await worker.start()
         worker.announce()
         try:
+            await worker.wait_assigned()
             yield worker
         finally:
             await worker.stop()

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import structlog
 
-from parti.worker.worker import Worker
+from parti.app.supervisor import own_slot
+from parti.app.worker import Worker
+from parti.telemetry.logs import name_process
 
 _log = structlog.get_logger("parti.process")
 
@@ -23,10 +25,15 @@ async def serve(worker: Worker, on_started: Callable[[], None] = lambda: None) -
     again.
     """
     loop = asyncio.get_running_loop()
+    worker.on_worker_id = lambda worker_id: name_process(worker=worker_id)
     leave = asyncio.Event()
+
+    supervised = own_slot() is not None
 
     def on_signal(number: signal.Signals) -> None:
         if leave.is_set():
+            if supervised:
+                return  # service managers signal supervisor and child alike; killing is the supervisor's to decide
             _log.warning("second signal: leaving at once", signal=number.name)
             os._exit(128 + number)
         _log.info("draining: no new messages, running handlers finish", signal=number.name)

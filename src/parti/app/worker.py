@@ -1,0 +1,295 @@
+"""A running worker: everything between the settings and the handler, put together and taken apart in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from parti.app.fleet_reading import FleetReading, granted_by
+from parti.config import Settings
+from parti.coordination.hooks import Hooks
+from parti.coordination.manager import FleetParts, Manager
+from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
+from parti.core.planner import FleetState
+from parti.errors import ConfigError, NotFound, ServerTooOld, StreamNotFound, SubjectMismatch
+from parti.jetstream.api import JetStreamApi, StreamInfo
+from parti.jetstream.connection import Connection, ConnectionState
+from parti.jetstream.kv import Bucket
+from parti.jetstream.streams import ensure_mapped_stream
+from parti.jetstream.wire import Wire
+from parti.model.partition import Partition, PartitionLike, Template
+from parti.model.subjects import overlap, within
+from parti.strategies.interface import Strategy
+from parti.telemetry.health import Health
+from parti.telemetry.http import MetricsServer
+from parti.telemetry.metrics import Metrics
+from parti.worker.deadletters import DeadLetterStream
+from parti.worker.reader import Reader, ReaderPorts
+from parti.worker.runners import Handler
+
+_log = structlog.get_logger("parti.worker")
+
+MIN_SERVER_VERSION = (2, 14, 0)
+"""The first version with the consumer RESET that positions rest on."""
+SOLO_ID = "worker-0"
+"""The id of a worker that takes part in no fleet and was given none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker is to do: which partitions of which stream, and with what handler."""
+
+    stream: str
+    template: Template
+    source: PartitionSource | None
+    """None: every subject that fits the template is a partition."""
+    handler: Handler
+    strategy: Strategy
+
+
+class Worker:
+    """One worker, from `start` to `stop`: a member of the fleet, or (`fleet=false`) on its own.
+
+    `start` raises a `PartiError` that says what is wrong when the worker cannot do its job; nothing is left
+    behind then. `stop` drains: pulling ends, running handlers finish, positions are stored, the id is given back.
+    """
+
+    def __init__(self, settings: Settings, job: Job, hooks: Hooks | None = None) -> None:
+        self.settings = settings
+        self.metrics = Metrics(settings.worker_id or "", per_partition=settings.metrics_per_partition)
+        self.health = Health()
+        self.on_worker_id: Callable[[str], None] = lambda worker_id: None
+        """Called with each worker id that this worker takes."""
+        self.manager: Manager | None = None
+        """This worker's place in the fleet; None on its own, or before the start."""
+        self._job = job
+        self._hooks = hooks or Hooks()
+        self._connection: Connection | None = None
+        self._server: MetricsServer | None = None
+        self._solo: Reader | None = None
+        self._fleet: FleetReading | None = None
+
+    async def start(self) -> None:
+        """Connect, check everything, and begin; a member of the fleet holds a worker id then."""
+        try:
+            await self._start()
+        except BaseException:
+            if self.manager:
+                await self.manager.stop()
+            if self._reader:
+                await self._reader.stop(drain=False, store=False)
+            await self._close()
+            raise
+
+    async def _start(self) -> None:
+        settings, job = self.settings, self._job
+        connection = await Connection.open(settings, name=f"{settings.prefix}-{settings.worker_id or 'worker'}")
+        self._connection = connection
+        connection.on_state(self._on_state)
+        connection.on_permission_denied(lambda denied: self.health.raise_signal("permissions", str(denied)))
+        self.metrics.connection_state.set(connection.state.value)
+        _check_version(connection)
+        api = JetStreamApi(connection)
+        await api.account_info()
+        if isinstance(job.source, Mapped):
+            stream = await ensure_mapped_stream(api, job.stream, job.source.mapping, replicas=settings.replicas)
+        else:
+            stream = await _find_stream(api, job.stream)
+        _check_template(job, stream)
+        bucket = await Bucket.open(api, settings.bucket, replicas=settings.replicas)
+        partitions = await self._check_partitions(api, bucket, stream)
+        dead_letters = await DeadLetterStream.open(
+            api,
+            self.health,
+            stream=settings.dead_letter_stream,
+            subject=settings.dead_letter_subject,
+            replicas=settings.replicas,
+            max_payload=connection.max_payload,
+            omit_large=stream.retention == "limits",
+        )
+        ports = ReaderPorts(
+            connection,
+            api,
+            Wire(connection.client),
+            dead_letters,
+            stream,
+            job.template,
+            job.handler,
+            self.metrics,
+            self.health,
+        )
+        if settings.metrics_port is not None:
+            self._server = MetricsServer(self.metrics, self.health, settings.metrics_host, settings.metrics_port)
+            self._server.start()
+        if settings.fleet:
+            await self._join(ports)
+        else:
+            await self._go_alone(ports, bucket, partitions)
+
+    async def _check_partitions(self, api: JetStreamApi, bucket: Bucket, stream: StreamInfo) -> Sequence[Partition]:
+        """Read the source once, so that what is wrong with it is said at the start."""
+        if self._job.source is None:
+            return ()
+        context = SourceContext(api, bucket, stream.name, self._job.template)
+        partitions = await SourceReader(self._job.source, context).read()
+        stored = stream.stored_subjects
+        for partition in partitions:
+            if not within(partition.subject, stored):
+                raise SubjectMismatch(
+                    f"subject {partition.subject!r} is outside stream {stream.name!r}, which takes "
+                    f"{', '.join(stored) or 'nothing'}; correct the template or the stream"
+                )
+        return partitions
+
+    async def _go_alone(self, ports: ReaderPorts, bucket: Bucket, partitions: Sequence[PartitionLike]) -> None:
+        worker_id = self.settings.worker_id or SOLO_ID
+        self.on_worker_id(worker_id)
+        self.metrics.worker_id = worker_id
+        settings = self.settings.model_copy(update={"worker_id": worker_id})
+        every = self._job.source is None
+        if every:
+            partitions = [self._job.template.partition(dict.fromkeys(self._job.template.keys, "*"))]
+        self._solo = Reader(ports, settings, bucket, each_subject=every)
+        await self._solo.start(partitions)
+
+    async def _join(self, ports: ReaderPorts) -> None:
+        job = self._job
+        if ports.stream.retention != "limits":
+            raise ConfigError(
+                f"stream {job.stream!r} has {ports.stream.retention} retention: a fleet cannot move its partitions "
+                f"safely yet; start a single worker with --solo (fleet=false), or use limits retention"
+            )
+        assert job.source
+        self._fleet = FleetReading(ports, self.settings, lambda: granted_by(manager), self.on_worker_id)
+        parts = FleetParts(
+            ports.connection,
+            ports.api,
+            self.settings,
+            job.stream,
+            job.template,
+            job.source,
+            job.strategy,
+            self.metrics,
+            self.health,
+        )
+        self.manager = manager = Manager(parts, self._fleet, self._hooks)
+        await manager.start()
+
+    def announce(self) -> None:
+        """Say in one log line what this worker does."""
+        _log.info(
+            "worker started",
+            worker=self.worker_id,
+            nats=self.settings.connection_summary,
+            stream=self._job.stream,
+            fleet=self.settings.fleet,
+            ordered=self.settings.ordered,
+            metrics_port=self.metrics_port,
+        )
+
+    @property
+    def worker_id(self) -> str:
+        """The id that this worker has now."""
+        return self.metrics.worker_id
+
+    @property
+    def state(self) -> FleetState:
+        """What this worker is doing."""
+        return self.manager.state if self.manager else FleetState.STABLE if self._solo else FleetState.INIT
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """What this worker owns now, as a member of the fleet."""
+        return self.manager.partitions if self.manager else ()
+
+    async def wait_assigned(self) -> None:
+        """Return once the worker has been told what it owns, be it nothing."""
+        if self.manager:
+            await self.manager.wait_assigned()
+
+    async def update_worker_consumer(self, worker_id: str, partitions: Iterable[PartitionLike]) -> None:
+        """Make a worker that is on its own read exactly these partitions."""
+        if self._solo is None:
+            raise ConfigError(
+                "only a worker with fleet=false is told what to read; in a fleet the rebalancer decides"
+            )
+        if worker_id != self.worker_id:
+            raise ConfigError(f"this consumer belongs to worker {self.worker_id!r}, not to {worker_id!r}")
+        await self._solo.update(partitions)
+
+    async def stop(self, *, drain: bool = True) -> bool:
+        """Leave: stop pulling, let running handlers finish, store the positions; True when all of it worked.
+
+        What was received and not started is left to the next owner. With `drain=False`, or after
+        `drain_timeout_s`, running handlers are cancelled and their messages will be delivered again.
+        """
+        clean = True
+        if self.manager:
+            await self.manager.drain()
+        if self._reader:
+            clean = await self._reader.stop(drain=drain)
+        if self.manager:
+            clean = await self.manager.stop() and clean
+        await self._close()
+        return clean
+
+    async def _close(self) -> None:
+        if self._server:
+            self._server.stop()
+        if self._connection:
+            await self._connection.close()
+
+    @property
+    def _reader(self) -> Reader | None:
+        return self._fleet.reader if self._fleet else self._solo
+
+    def _on_state(self, state: ConnectionState, reason: str) -> None:
+        self.metrics.connection_state.set(state.value)
+        if state is ConnectionState.CONNECTED:
+            self.metrics.reconnects.inc()
+            self.health.clear("connection")
+        else:
+            self.health.raise_signal("connection", f"{state.value}: {reason}")
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port that serves `/metrics` and `/healthz`, or None."""
+        return self._server.port if self._server else None
+
+    @property
+    def finished(self) -> int:
+        """Messages handled or dead-lettered since the start."""
+        before = self._fleet.finished_before if self._fleet else 0
+        return before + (self._reader.finished if self._reader else 0)
+
+
+def _check_version(connection: Connection) -> None:
+    if connection.server_version < MIN_SERVER_VERSION:
+        found = ".".join(map(str, connection.server_version))
+        need = ".".join(map(str, MIN_SERVER_VERSION))
+        raise ServerTooOld(f"the server is nats-server {found}, but parti needs {need} or newer; upgrade the server")
+
+
+async def _find_stream(api: JetStreamApi, name: str) -> StreamInfo:
+    try:
+        return await api.stream_info(name)
+    except NotFound:
+        names = await api.stream_names()
+        known = f"streams here: {', '.join(names[:10])}" if names else "there is no stream at all"
+        raise StreamNotFound(f"stream {name!r} does not exist; {known}; create it or correct the name") from None
+
+
+def _check_template(job: Job, stream: StreamInfo) -> None:
+    template, stored = job.template, stream.stored_subjects
+    partly = any(overlap(template.pattern, s) for s in stored)
+    listed = job.source is not None and not isinstance(job.source, Discovered)
+    if within(template.pattern, stored) or (partly and listed):
+        return  # listed partitions are checked one by one
+    takes = ", ".join(stored) or "nothing"
+    if partly:
+        what = f"template {template.text!r} is only partly inside stream {stream.name!r}, which takes {takes}"
+    else:
+        what = f"template {template.text!r} is outside stream {stream.name!r}, which takes {takes}"
+    raise SubjectMismatch(f"{what}; correct the template or the stream's subjects")

@@ -1,0 +1,152 @@
+"""The control plane as the operator's commands see it: opened for reading only, shown on one console."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from parti.config import Settings, load_settings, strip_userinfo
+from parti.coordination.control_plane import ControlPlane
+from parti.coordination.records import KEYS, Records
+from parti.errors import ConfigError, NotFound, RequestTimeout
+from parti.jetstream.api import JetStreamApi
+from parti.jetstream.connection import Connection
+from parti.jetstream.kv import Bucket, Entry
+from parti.jetstream.watch import Watch
+from parti.telemetry.logs import configure_logging
+
+NatsOption = Annotated[str | None, typer.Option(help="Server URL, or several with commas between.")]
+BucketOption = Annotated[str | None, typer.Option(help="Bucket of the fleet's control plane.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+_CONNECT_S = 3.0
+"""Nobody at a terminal wants to wait longer, unless the settings say so."""
+_READ_S = 10.0
+_PIPED_WIDTH = 240
+"""Whatever reads a pipe has no edge that lines would have to end at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One fleet's control plane, for reading."""
+
+    settings: Settings
+    plane: ControlPlane
+
+    @property
+    def place(self) -> str:
+        """Where this is, without credentials."""
+        servers = ",".join(strip_userinfo(url) for url in self.settings.nats)
+        return f"bucket {self.settings.bucket} on {servers}"
+
+    async def read(self) -> Records:
+        """Everything that tells of the fleet, as it is now."""
+        try:
+            async with asyncio.timeout(_READ_S):
+                return Records.of(await self.plane.read(*KEYS))
+        except TimeoutError:
+            raise RequestTimeout(
+                f"{self.place} was not read within {_READ_S:g} s; look whether the server is overloaded or has no "
+                f"leader for the stream KV_{self.settings.bucket}"
+            ) from None
+
+    def watch(self, on_entry: Callable[[str, Entry], None], on_reset: Callable[[str], None]) -> Watch:
+        """A watch of the same records; the caller starts and stops it."""
+        plane = self.plane
+        return Watch(plane.connection, plane.api, plane.bucket.name, KEYS, on_entry, on_reset=on_reset)
+
+
+@asynccontextmanager
+async def open_control(settings: Settings) -> AsyncIterator[Control]:
+    """Connect and find the bucket; it is never created.
+
+    Raises `ConfigError` when there is none, and what `Connection.open` raises.
+    """
+    configure_logging("error", settings.log_format)
+    if "connect_timeout_s" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"connect_timeout_s": _CONNECT_S})
+    connection = await Connection.open(settings, name=f"{settings.prefix}-cli")
+    try:
+        api = JetStreamApi(connection)
+        bucket = Bucket(api, settings.bucket)
+        try:
+            created = (await bucket.info()).created
+        except NotFound:
+            raise ConfigError(await _missing(api, settings)) from None
+        yield Control(settings, ControlPlane(connection, api, bucket, created))
+    finally:
+        await connection.close()
+
+
+async def _missing(api: JetStreamApi, settings: Settings) -> str:
+    others = [n.removeprefix("KV_") for n in await api.stream_names() if n.startswith("KV_")]
+    known = f"; buckets here: {', '.join(others[:10])}" if others else ""
+    return (
+        f"bucket {settings.bucket!r} does not exist: no worker has ever run here{known}; start one with "
+        f"'parti worker MODULE:APP', or name another place with --bucket or --nats"
+    )
+
+
+def read_settings(nats: str | None, bucket: str | None) -> Settings:
+    """The settings, with the options of the command on top."""
+    return load_settings({"nats": nats, "bucket": bucket})
+
+
+# ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def open_console() -> Console:
+    """The console on stdout; lines that go into a pipe are not cut."""
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH if piped else None)
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """Print one JSON document."""
+    typer.echo(json.dumps(answer, indent=2))
+
+
+def timestamp(moment: datetime) -> str:
+    """A moment in JSON: UTC, whole milliseconds."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def span(seconds: float) -> str:
+    """A length of time for people: `0.4 s`, `45 s`, `12 min`, `30 h`, `9 d`; never below zero."""
+    seconds = max(0.0, seconds)
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    for limit_s, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 partition`, `1,200 partitions`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Collection[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(list(names)[:most])
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def no_such_worker(name: str, known: Collection[str]) -> ConfigError:
+    """The error for a name that no worker has."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    here = f"workers here: {listed(known, 10)}" if known else "no worker is running here"
+    return ConfigError(f"there is no worker {name!r}; {hint}{here}")

@@ -1,0 +1,359 @@
+"""`parti status`: one screen that says whether the fleet is well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from parti.cli.control import (
+    BucketOption,
+    Control,
+    JsonOption,
+    NatsOption,
+    count,
+    listed,
+    open_console,
+    open_control,
+    print_json,
+    read_settings,
+    span,
+    timestamp,
+)
+from parti.cli.workers import COLUMNS, WorkerRow, worker_rows, worker_table
+from parti.config import Settings
+from parti.coordination.records import Records
+from parti.core.fleet_report import FleetReport
+from parti.core.planner import FleetState
+from parti.errors import ConfigError
+from parti.jetstream.kv import Entry
+from parti.model.fleet import LeaderRecord
+
+_SHOWN = frozenset(
+    {
+        "worker",
+        "state",
+        "identity",
+        "host:pid",
+        "version",
+        "owns",
+        "moving",
+        "capacity",
+        "finished",
+        "failures",
+        "heartbeat",
+        "problems",
+    }
+)
+_PASSING = frozenset({FleetState.WAITING, FleetState.SCALING, FleetState.REBALANCING, FleetState.EMERGENCY})
+"""States of a rebalancer that is at work."""
+_AROUND_TABLE = 9
+"""Lines of the screen that are not rows of the table."""
+_LATE_S = 3.0
+_DRAW_S = 0.25
+_REDRAW_S = 1.0
+
+
+def status(
+    json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
+    nats: NatsOption = None,
+    bucket: BucketOption = None,
+) -> None:
+    """Show the fleet on one screen: rebalancer, workers, partitions, and whether all is well.
+
+    Exit codes: 0 all is well, 1 there are problems, 2 no server or no bucket. With --watch 0 after Ctrl-C.
+    """
+    if watch and json:
+        raise ConfigError("--watch and --json exclude each other; call --json as often as you need it")
+    settings = read_settings(nats, bucket)
+    console = open_console()
+    if watch:
+        _watch(settings, console)
+        return
+    picture = asyncio.run(_look(settings))
+    if json:
+        print_json(_json(settings.bucket, picture))
+    else:
+        console.print(draw(picture, console, fit=console.is_terminal))
+    if picture.verdict.problems:
+        raise typer.Exit(1)
+
+
+async def _look(settings: Settings) -> Picture:
+    async with open_control(settings) as control:
+        return take_picture(control.place, await control.read())
+
+
+def _watch(settings: Settings, console: Console) -> None:
+    if not console.is_terminal:
+        raise ConfigError("--watch draws on a terminal, and this is none; leave it out, or use --json")
+
+    async def show() -> None:
+        async with open_control(settings) as control:
+            await _keep_showing(control, console)
+
+    try:
+        asyncio.run(show())
+    except KeyboardInterrupt:
+        return
+
+
+# ── what there is to say ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether all is well."""
+
+    problems: tuple[str, ...]
+    """What somebody should look at."""
+    notes: tuple[str, ...]
+    """What is worth knowing and passes, or does no harm."""
+    summary: str
+    """The same in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The fleet at one moment."""
+
+    place: str
+    at: datetime
+    report: FleetReport
+    rows: Sequence[WorkerRow]
+    partitions: Counter[str]
+    """By what can be said of them: owned, moving, waiting, unowned."""
+    verdict: Verdict
+
+
+def take_picture(place: str, records: Records) -> Picture:
+    """Put together what the records say."""
+    now, report = datetime.now(UTC), records.report()
+    rows = worker_rows(records, now)
+    partitions: Counter[str] = Counter()
+    for claim in records.claims.values():
+        owner = records.members.get(claim.owner)
+        if claim.state == "free":
+            continue
+        if owner is None:
+            partitions["unowned"] += 1
+        elif owner.state == "away":
+            partitions["waiting"] += 1
+        else:
+            partitions[claim.state] += 1
+    return Picture(place, now, report, rows, partitions, _judge(records, report, rows, partitions))
+
+
+def _judge(records: Records, report: FleetReport, rows: Sequence[WorkerRow], partitions: Counter[str]) -> Verdict:
+    problems, notes = tuple(_problems(records, report)), tuple(_notes(records, report, rows, partitions))
+    if problems:
+        return Verdict(problems, notes, f"Look at this: {'; '.join(problems)}.")
+    there = f"{count(report.partitions, 'partition')} on {count(len(records.members), 'worker')}"
+    if notes:
+        return Verdict(problems, notes, f"Nothing is wrong ({there}), but note: {'; '.join(notes)}.")
+    return Verdict(problems, notes, f"All is well: {there}, each with one owner.")
+
+
+def _problems(records: Records, report: FleetReport) -> Iterator[str]:
+    if not records.members:
+        yield "no worker is running; start one with 'parti worker MODULE:APP'"
+    for problem in report.problems:
+        if records.members or problem != "there is no rebalancer":
+            yield problem
+    if report.leader and report.leader.state == FleetState.DEGRADED:
+        yield f"the rebalancer says: {report.leader.reason}"
+    if records.unreadable:
+        yield f"{count(records.unreadable, 'record')} cannot be read: was it written by another version of parti?"
+
+
+def _notes(
+    records: Records, report: FleetReport, rows: Sequence[WorkerRow], partitions: Counter[str]
+) -> Iterator[str]:
+    if report.leader and report.leader.state in _PASSING:
+        yield f"{report.leader.state}: {report.leader.reason}"
+    if report.leader and records.members and report.leader.holder not in records.members:
+        yield f"the rebalancer {report.leader.holder} is gone, and another takes over when its lease ends"
+    if partitions["waiting"]:
+        away = [row.worker for row in rows if row.state == "away"]
+        yield f"{count(partitions['waiting'], 'partition')} wait for {listed(away)} to come back"
+    if records.members and not report.partitions:
+        yield "no partition has been claimed yet"
+    late = [
+        worker for worker, member in records.members.items() if member.state == "active" and _late(records, worker)
+    ]
+    if late:
+        yield f"{listed(late)} did not apply the newest assignment yet"
+    skewed = [row.worker for row in rows if _skewed(row)]
+    if skewed:
+        yield f"the clock of {listed(skewed)} and the one here differ: the heartbeat looks too old"
+    versions = Counter(member.version for member in records.members.values())
+    if len(versions) > 1:
+        yield f"different versions of parti are running: {', '.join(f'{v} ({n})' for v, n in versions.most_common())}"
+
+
+def _late(records: Records, worker: str) -> bool:
+    member, told, said = records.members[worker], records.assignments.get(worker), records.health.get(worker)
+    if told is None or told.incarnation != member.incarnation:
+        return False
+    return said is None or said.incarnation != member.incarnation or said.applied < told.version
+
+
+def _skewed(row: WorkerRow) -> bool:
+    """A heartbeat and the lease are renewed together, so one that is older than a live lease cannot be."""
+    member, age_s = row.report.member, row.heartbeat_age_s
+    return member is not None and member.state == "active" and abs(age_s or 0.0) > member.ttl_seconds + _LATE_S
+
+
+# ── the screen ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def draw(picture: Picture, console: Console, *, fit: bool) -> RenderableType:
+    """The whole screen; with `fit` no more workers than there is room for, those with trouble first."""
+    rows = list(picture.rows)
+    room = max(3, console.height - _AROUND_TABLE)
+    hidden = 0
+    if fit and len(rows) > room:
+        rows.sort(key=_is_calm)
+        hidden = len(rows) - room
+        del rows[room:]
+    table, _ = worker_table(rows, [c for c in COLUMNS if c.title in _SHOWN], console.width)
+    parts: list[RenderableType] = [_head(picture), Text()]
+    if rows:
+        parts.append(table)
+        if hidden:
+            parts.append(Text(f"… and {count(hidden, 'more worker')} ('parti workers' lists all)", style="dim"))
+        parts.append(Text())
+    verdict = picture.verdict
+    style = "bold red" if verdict.problems else "yellow" if verdict.notes else "green"
+    return Group(*parts, Text(verdict.summary, style=style))
+
+
+def _is_calm(row: WorkerRow) -> bool:
+    return row.state == FleetState.STABLE and not row.problems and not row.report.leaving and not row.report.coming
+
+
+def _head(picture: Picture) -> Table:
+    head = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    head.add_column(style="bold", no_wrap=True)
+    head.add_column(overflow="fold")
+    head.add_row("fleet", f"{picture.place}, {timestamp(picture.at)[:19].replace('T', ' ')} UTC")
+    leader = picture.report.leader
+    head.add_row("rebalancer", _leader_text(leader, picture.at) if leader else Text("none", style="bold red"))
+    states = Counter(row.state for row in picture.rows)
+    by_state = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
+    head.add_row("workers", f"{len(picture.rows):,}{': ' + by_state if by_state else ''}")
+    owned, moving, waiting, unowned = (picture.partitions[k] for k in ("owned", "moving", "waiting", "unowned"))
+    partitions = Text(f"{picture.report.partitions:,}: {owned:,} owned, {moving:,} moving, ")
+    if waiting:
+        partitions.append(f"{waiting:,} waiting, ", style="yellow")
+    partitions.append(f"{unowned:,} unowned", style="bold red" if unowned else "")
+    if unowned:
+        partitions.append(f" ({listed(picture.report.unowned, 3)})")
+    head.add_row("partitions", partitions)
+    return head
+
+
+def _leader_text(leader: LeaderRecord, now: datetime) -> Text:
+    since = span((now - leader.since).total_seconds())
+    text = Text(f"{leader.holder}, term {leader.term}, since {since}: ")
+    style = "green" if leader.state == FleetState.STABLE else "yellow"
+    text.append(leader.state or "elected", style="bold red" if leader.state == FleetState.DEGRADED else style)
+    if leader.reason:
+        text.append(f", {leader.reason}")
+    return text
+
+
+async def _keep_showing(control: Control, console: Console) -> None:
+    """Draw at every change, and each second for the ages, until cancelled; the last screen stays."""
+    records, changed = Records(), asyncio.Event()
+    picture: Picture | None = None
+
+    def on_reset(created: str) -> None:
+        nonlocal records
+        records = Records()
+
+    def on_entry(key: str, entry: Entry) -> None:
+        records.take(key, entry)
+        changed.set()
+
+    watch = control.watch(on_entry, on_reset)
+    try:
+        await watch.start()
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                changed.clear()
+                picture = take_picture(control.place, records)
+                screen = draw(picture, console, fit=True)
+                if not watch.healthy:
+                    old = Text(f"No news, so this may be old: {watch.last_error}", style="bold red")
+                    screen = Group(old, screen)
+                live.update(screen, refresh=True)
+                await asyncio.sleep(_DRAW_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_REDRAW_S - _DRAW_S):
+                        await changed.wait()
+    finally:
+        if picture:
+            console.print(draw(picture, console, fit=True))
+        await watch.stop()
+
+
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _json(bucket: str, picture: Picture) -> dict[str, Any]:
+    report, leader, verdict = picture.report, picture.report.leader, picture.verdict
+    return {
+        "bucket": bucket,
+        "at": timestamp(picture.at),
+        "ok": not verdict.problems,
+        "summary": verdict.summary,
+        "problems": list(verdict.problems),
+        "notes": list(verdict.notes),
+        "rebalancer": leader
+        and {
+            "worker": leader.holder,
+            "term": leader.term,
+            "since": timestamp(leader.since),
+            "state": leader.state,
+            "reason": leader.reason,
+        },
+        "partitions": {
+            "total": report.partitions,
+            **{state: picture.partitions[state] for state in ("owned", "moving", "waiting", "unowned")},
+            "moving_partitions": list(report.moving),
+            "unowned_partitions": list(report.unowned),
+        },
+        "workers": [_row_json(row) for row in picture.rows],
+    }
+
+
+def _row_json(row: WorkerRow) -> dict[str, Any]:
+    report, member, health = row.report, row.report.member, row.report.health
+    return {
+        "worker": row.worker,
+        "state": row.state,
+        "identity": member.identity if member else "",
+        "host": member.host if member else "",
+        "pid": member.pid if member else None,
+        "version": member.version if member else "",
+        "owned": report.owned,
+        "leaving": report.leaving,
+        "coming": report.coming,
+        "capacity": member.capacity if member else None,
+        "finished": health.finished if health else None,
+        "failures": health.failures if health else None,
+        "heartbeat_age_s": row.heartbeat_age_s,
+        "problems": list(row.problems),
+    }

@@ -1,0 +1,367 @@
+"""`parti workers`: who is in the fleet, with everything that each worker says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from parti.cli.control import (
+    BucketOption,
+    JsonOption,
+    NatsOption,
+    count,
+    listed,
+    no_such_worker,
+    open_console,
+    open_control,
+    print_json,
+    read_settings,
+    span,
+    timestamp,
+)
+from parti.coordination.records import Records
+from parti.core.fleet_report import WorkerReport
+from parti.errors import ConfigError
+from parti.model.fleet import Claim, MemberRecord
+from parti.strategies import natural_key
+
+_SECRET = "token"
+_LONGEST_TEXT = 40
+"""A column of free text gives way to this width before other columns are left out."""
+
+
+def workers(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Worker id or identity: that one in detail.")
+    ] = None,
+    json: JsonOption = False,
+    nats: NatsOption = None,
+    bucket: BucketOption = None,
+) -> None:
+    """List the workers of the fleet, or show one of them with its partitions.
+
+    As many columns as fit are shown; a pipe gets all of them. Exit codes: 0 listed, 2 no server, no bucket or no
+    such worker.
+    """
+    settings = read_settings(nats, bucket)
+
+    async def read() -> tuple[str, Records]:
+        async with open_control(settings) as control:
+            return control.place, await control.read()
+
+    place, records = asyncio.run(read())
+    rows = worker_rows(records, datetime.now(UTC))
+    if name is None:
+        if json:
+            print_json(_list_json(settings.bucket, rows))
+        else:
+            _print_list(open_console(), place, rows)
+        return
+    row = _find(name, rows, records)
+    if json:
+        print_json(_detail_json(settings.bucket, row, records))
+    else:
+        _print_detail(open_console(), row, records)
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """A worker at the moment of looking."""
+
+    report: WorkerReport
+    roles: tuple[str, ...]
+    """What it leads."""
+    now: datetime
+
+    @property
+    def worker(self) -> str:
+        """Its id."""
+        return self.report.worker
+
+    @property
+    def state(self) -> str:
+        """`gone`, `draining` or `away` by its lease, else what it says itself."""
+        member, health = self.report.member, self.report.health
+        if member is None:
+            return "gone"
+        if member.state != "active":
+            return member.state
+        return health.state if health and health.state else "starting"
+
+    @property
+    def heartbeat_age_s(self) -> float | None:
+        """Time since it said something, if both clocks agree."""
+        health = self.report.health
+        return (self.now - health.at).total_seconds() if health else None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it is unhealthy."""
+        return self.report.health.problems if self.report.health else ()
+
+    @property
+    def style(self) -> str:
+        """Colour of its state."""
+        if self.state == "gone" or self.problems:
+            return "bold red"
+        return "green" if self.state == "stable" else "yellow"
+
+
+def worker_rows(records: Records, now: datetime) -> list[WorkerRow]:
+    """One row for each worker that is here, or that still owns something."""
+    return [WorkerRow(report, _roles(records, report.worker), now) for report in records.report().workers]
+
+
+def _roles(records: Records, worker: str) -> tuple[str, ...]:
+    member = records.members.get(worker)
+    # The token tells this process from an earlier one with the same id, whose lease of a role has not yet ended.
+    return tuple(role for role, held in records.leaders.items() if member and held.token == member.token)
+
+
+def _find(name: str, rows: Sequence[WorkerRow], records: Records) -> WorkerRow:
+    named = [row for row in rows if name in {row.worker, row.report.member.identity if row.report.member else ""}]
+    if len(named) == 1:
+        return named[0]
+    if len(named) > 1:
+        raise ConfigError(
+            f"{name!r} is the identity of several workers: {listed([r.worker for r in named])}; name one"
+        )
+    if said := records.health.get(name):
+        ago = span((datetime.now(UTC) - said.at).total_seconds())
+        raise ConfigError(f"worker {name!r} is gone and owns nothing; its last heartbeat was {ago} ago")
+    known = [row.worker for row in rows]
+    raise no_such_worker(name, [*known, *(m.identity for m in records.members.values() if m.identity)])
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table of workers."""
+
+    title: str
+    cell: Callable[[WorkerRow], str]
+    rank: int
+    """Columns with high ranks are left out first when there is no room."""
+    right: bool = False
+
+
+def _said(field: str) -> Callable[[WorkerRow], str]:
+    def cell(row: WorkerRow) -> str:
+        return f"{getattr(row.report.health, field):,}" if row.report.health else ""
+
+    return cell
+
+
+def _leased(show: Callable[[MemberRecord], str]) -> Callable[[WorkerRow], str]:
+    return lambda row: show(row.report.member) if row.report.member else ""
+
+
+def _changing(row: WorkerRow) -> str:
+    leaving, coming = row.report.leaving, row.report.coming
+    return " ".join([f"-{leaving}"] * bool(leaving) + [f"+{coming}"] * bool(coming))
+
+
+def _heartbeat(row: WorkerRow) -> str:
+    return "" if row.heartbeat_age_s is None else span(row.heartbeat_age_s)
+
+
+def _age(row: WorkerRow) -> str:
+    member = row.report.member
+    return span((row.now - member.started_at).total_seconds()) if member else ""
+
+
+def _pulling(row: WorkerRow) -> str:
+    return "" if row.report.health is None else "yes" if row.report.health.pulling else "no"
+
+
+def _busy(row: WorkerRow) -> str:
+    busy = row.report.health.busy if row.report.health else ()
+    return str(len(busy)) if busy else ""
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("worker", lambda row: row.worker, 0),
+    Column("state", lambda row: row.state, 0),
+    Column("leads", lambda row: ", ".join(row.roles), 11),
+    Column("owns", lambda row: f"{row.report.owned:,}", 0, right=True),
+    Column("moving", _changing, 1, right=True),
+    Column("capacity", _leased(lambda m: f"{m.capacity:,}"), 5, right=True),
+    Column("weight", _leased(lambda m: f"{m.weight:g}"), 13, right=True),
+    Column("subjects", _said("subjects"), 16, right=True),
+    Column("pulling", _pulling, 12),
+    Column("applied", _said("applied"), 14, right=True),
+    Column("busy", _busy, 10, right=True),
+    Column("finished", _said("finished"), 2, right=True),
+    Column("failures", _said("failures"), 3, right=True),
+    Column("dead letters", _said("dead_letters"), 9, right=True),
+    Column("updates", _said("updates"), 17, right=True),
+    Column("skipped", _said("updates_skipped"), 18, right=True),
+    Column("failing", _said("update_failures"), 15, right=True),
+    Column("heartbeat", _heartbeat, 4, right=True),
+    Column("lease", _leased(lambda m: span(m.ttl_seconds)), 20, right=True),
+    Column("started", _age, 13, right=True),
+    Column("host:pid", _leased(lambda m: f"{m.host}:{m.pid}"), 6),
+    Column("identity", _leased(lambda m: m.identity), 7),
+    Column("version", _leased(lambda m: m.version), 8),
+    Column("incarnation", _leased(lambda m: str(m.incarnation)), 19, right=True),
+    Column("service", _leased(lambda m: m.service), 21),
+    Column("client", _leased(lambda m: m.client), 22),
+    Column("problems", lambda row: "; ".join(row.problems), 23),
+)
+
+
+def worker_table(rows: Sequence[WorkerRow], columns: Sequence[Column], width: int) -> tuple[Table, list[str]]:
+    """A table of the columns that have something to say and fit, and the titles of those that did not fit."""
+    told = [column for column in columns if any(column.cell(row) for row in rows)]
+    shown = list(told)
+    while len(shown) > 1 and sum(_width(column, rows) + 2 for column in shown) - 2 > width:
+        shown.remove(max(shown, key=lambda column: column.rank))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in shown:
+        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(Text(c.cell(row), style=row.style if c.title == "state" else "") for c in shown))
+    return table, [column.title for column in told if column not in shown]
+
+
+def _width(column: Column, rows: Sequence[WorkerRow]) -> int:
+    longest = max((len(column.cell(row)) for row in rows), default=0)
+    return max(len(column.title), min(longest, _LONGEST_TEXT) if column.title == "problems" else longest)
+
+
+def _print_list(console: Console, place: str, rows: Sequence[WorkerRow]) -> None:
+    if not rows:
+        console.print(f"No worker is running ({place}).", soft_wrap=True)
+        return
+    table, left_out = worker_table(rows, COLUMNS, console.width)
+    console.print(table)
+    if left_out:
+        text = f"Left out at this width: {', '.join(left_out)}. A wider terminal, a pipe, --json or NAME shows them."
+        console.print(text, style="dim")
+
+
+# ── one worker ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _print_detail(console: Console, row: WorkerRow, records: Records) -> None:
+    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for title, text in _facts(row):
+        if text:
+            facts.add_row(title, Text(text, style=row.style if title in {"state", "problems"} else ""))
+    console.print(facts)
+    console.print()
+    claims = _claims_of(row.worker, records)
+    if not claims:
+        console.print("It owns no partition.")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("partition", overflow="fold", min_width=10)
+    table.add_column("state", overflow="fold")
+    table.add_column("fence token", justify="right", no_wrap=True)
+    table.add_column("began at", justify="right", no_wrap=True)
+    table.add_column("since", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold", min_width=12)
+    for partition, claim in claims:
+        since = span((row.now - claim.claimed_at).total_seconds())
+        cells = (partition, _claim_state(row.worker, claim), str(claim.fence_token), f"{claim.position:,}", since)
+        table.add_row(*(Text(cell) for cell in (*cells, claim.reason)))
+    console.print(table)
+
+
+def _facts(row: WorkerRow) -> list[tuple[str, str]]:
+    report, member, health = row.report, row.report.member, row.report.health
+    facts = [("worker", row.worker), ("state", row.state), ("leads", ", ".join(row.roles))]
+    owns = f"{count(report.owned, 'partition')}, {report.leaving} leaving, {report.coming} coming"
+    facts.append(("owns", owns))
+    if member is None:
+        facts.append(("lease", "ended: nobody holds this worker id"))
+    else:
+        facts += [
+            ("takes", f"{count(member.capacity, 'partition')} at most, weight {member.weight:g}"),
+            ("process", f"{member.pid} on {member.host}, parti {member.version}, started {_age(row)} ago"),
+            ("identity", member.identity),
+            ("incarnation", str(member.incarnation)),
+            ("lease", f"{member.ttl_seconds:g} s"),
+            ("service", member.service),
+            ("client", member.client),
+        ]
+    if health is None:
+        facts.append(("heartbeat", "none from this process yet" if member else "none"))
+        return facts
+    pulling = "pulling" if health.pulling else "not pulling"
+    updates = (
+        f"{health.updates:,} done, {health.updates_skipped:,} skipped, {health.update_failures:,} failed in a row"
+    )
+    return [
+        *facts,
+        ("heartbeat", f"{_heartbeat(row)} ago"),
+        ("reading", f"{pulling}, {count(health.subjects, 'subject')}, assignment {health.applied} applied"),
+        ("busy", f"{len(health.busy)} to let go, but still handled: {listed(health.busy)}" if health.busy else ""),
+        (
+            "messages",
+            f"{health.finished:,} finished, {health.failures:,} handler failures, {health.dead_letters:,} dead",
+        ),
+        ("updates", updates),
+        ("problems", "\n".join(health.problems)),
+    ]
+
+
+def _claims_of(worker: str, records: Records) -> list[tuple[str, Claim]]:
+    """Claims that name it as the owner, or as who comes next."""
+    mine = ((p, c) for p, c in records.claims.items() if c.state != "free" and worker in {c.owner, c.next})
+    return sorted(mine, key=lambda pair: natural_key(pair[0]))
+
+
+def _claim_state(worker: str, claim: Claim) -> str:
+    if claim.state != "moving":
+        return claim.state
+    return f"leaves to {claim.next or 'nobody'}" if claim.owner == worker else f"comes from {claim.owner}"
+
+
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _list_json(bucket: str, rows: Sequence[WorkerRow]) -> dict[str, Any]:
+    return {"bucket": bucket, "at": timestamp(datetime.now(UTC)), "workers": [_row_json(row) for row in rows]}
+
+
+def _detail_json(bucket: str, row: WorkerRow, records: Records) -> dict[str, Any]:
+    partitions = [{"partition": name, **_record_json(claim)} for name, claim in _claims_of(row.worker, records)]
+    return {"bucket": bucket, "at": timestamp(row.now), **_row_json(row), "partitions": partitions}
+
+
+def _row_json(row: WorkerRow) -> dict[str, Any]:
+    report = row.report
+    return {
+        "worker": row.worker,
+        "state": row.state,
+        "roles": list(row.roles),
+        "owned": report.owned,
+        "leaving": report.leaving,
+        "coming": report.coming,
+        "heartbeat_age_s": row.heartbeat_age_s,
+        "member": _record_json(report.member) if report.member else None,
+        "health": _record_json(report.health) if report.health else None,
+    }
+
+
+def _record_json(record: msgspec.Struct) -> dict[str, Any]:
+    """Every field by its name in Python, also those at their defaults; never a token."""
+    fields = msgspec.structs.asdict(record).items()
+    return {k: timestamp(v) if isinstance(v, datetime) else v for k, v in fields if k != _SECRET}

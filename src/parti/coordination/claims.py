@@ -1,0 +1,136 @@
+"""Claims: who owns which partition. Written by the holder of the rebalancer's office and by nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from parti.coordination.election import Office
+from parti.errors import WrongRevision
+from parti.jetstream.kv import Bucket, Entry, Write
+from parti.model.fleet import Claim, decode, encode, key_of, name_of
+
+_log = structlog.get_logger("parti.claims")
+
+
+class PartitionClaimer(Protocol):
+    """Claiming as others see it."""
+
+    async def claim(self, partition: str, worker_id: str) -> bool:
+        """Make a worker the owner; False when somebody else owns the partition."""
+
+    async def release(self, partition: str, worker_id: str) -> None:
+        """Let nobody own the partition, if this worker does."""
+
+    async def is_owner(self, partition: str, worker_id: str) -> bool:
+        """Whether this worker owns the partition, by the leader's answer."""
+
+
+class ClaimStore:
+    """All claims, as last read or written, and the way to change them.
+
+    Everything is written in one atomic batch with a renewal of the office, so nothing takes effect once the office
+    is lost; each claim is compared and set besides. Fence tokens start at the term, or above the largest one found,
+    and only grow.
+    """
+
+    def __init__(self, bucket: Bucket, office: Office, *, ttl_s: float) -> None:
+        self.claims: dict[str, Claim] = {}
+        self._bucket = bucket
+        self._office = office
+        self._ttl_s = ttl_s
+        self._revisions: dict[str, int] = {}
+        self._fence = office.term
+
+    def load(self, entries: Mapping[str, Entry]) -> None:
+        """Replace all that is known by what was read (`claims.…` keys)."""
+        self.claims, self._revisions = {}, {}
+        for key, entry in entries.items():
+            partition = name_of(key)
+            self._revisions[partition] = entry.revision
+            if not entry.value:
+                continue
+            try:
+                self.claims[partition] = decode(entry.value, Claim)
+            except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                _log.error("a claim is unreadable; it will be made anew", partition=partition, error=str(error))
+        self._fence = max([self._fence, *(claim.fence_token for claim in self.claims.values())])
+
+    def next_fence(self) -> int:
+        """A fence token larger than any before."""
+        self._fence += 1
+        return self._fence
+
+    def given(
+        self, partition: str, owner: str, incarnation: int, *, position: int, stream_created: str, reason: str
+    ) -> Claim:
+        """The claim that makes somebody the owner."""
+        return Claim(
+            owner=owner,
+            incarnation=incarnation,
+            fence_token=self.next_fence(),
+            claimed_at=datetime.now(UTC),
+            ttl_seconds=self._ttl_s,
+            position=position,
+            stream_created=stream_created,
+            term=self._office.term,
+            reason=reason,
+        )
+
+    def changed(self, partition: str, **changes: object) -> Claim:
+        """The present claim with some fields replaced, under this term."""
+        return msgspec.structs.replace(self.claims[partition], term=self._office.term, **changes)
+
+    async def write(self, claims: Mapping[str, Claim], also: Sequence[Write] = ()) -> list[int]:
+        """Write these claims and something else, all or nothing; returns the revisions of the rest.
+
+        Raises `LeaseLost` when the office is, `WrongRevision` when something was changed by somebody else.
+        """
+        writes = [
+            Write(key_of("claims", partition), encode(claim), self._revisions.get(partition, 0))
+            for partition, claim in claims.items()
+        ]
+        revisions = await self._office.write([*writes, *also])
+        self.claims.update(claims)
+        self._revisions.update(zip(claims, revisions, strict=False))
+        return revisions[len(claims) :]
+
+    # ── one at a time ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def claim(self, partition: str, worker_id: str) -> bool:
+        """Make a worker the owner of a partition that nobody owns; False when somebody else does."""
+        found = self.claims.get(partition)
+        if found and found.owner and found.state != "free":
+            return found.owner == worker_id
+        position, created = (found.position, found.stream_created) if found else (0, "")
+        claim = self.given(partition, worker_id, 0, position=position, stream_created=created, reason="claimed")
+        try:
+            await self.write({partition: claim})
+        except WrongRevision:
+            await self._read(partition)
+            return False
+        return True
+
+    async def release(self, partition: str, worker_id: str) -> None:
+        """Let nobody own the partition, if this worker does; its position is kept."""
+        found = self.claims.get(partition)
+        if found and found.owner == worker_id:
+            await self.write({partition: self.changed(partition, owner="", state="free", next="")})
+
+    async def is_owner(self, partition: str, worker_id: str) -> bool:
+        """Whether this worker owns the partition, by the leader's answer."""
+        await self._read(partition)
+        found = self.claims.get(partition)
+        return found is not None and found.owner == worker_id and found.state != "free"
+
+    async def _read(self, partition: str) -> None:
+        entry = await self._bucket.get(key_of("claims", partition))
+        self._revisions[partition] = entry.revision if entry else 0
+        if entry and entry.value:
+            self.claims[partition] = decode(entry.value, Claim)
+        else:
+            self.claims.pop(partition, None)

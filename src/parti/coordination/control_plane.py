@@ -1,0 +1,51 @@
+"""The bucket that the fleet agrees through, and whether it is still the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parti.errors import ControlPlaneReset, NotFound
+from parti.jetstream.api import JetStreamApi
+from parti.jetstream.connection import Connection
+from parti.jetstream.kv import Bucket, Entry
+from parti.jetstream.watch import Watch
+
+
+class ControlPlane:
+    """One incarnation of the bucket, with what is needed to read, write and watch it."""
+
+    def __init__(self, connection: Connection, api: JetStreamApi, bucket: Bucket, created: str) -> None:
+        self.connection = connection
+        self.api = api
+        self.bucket = bucket
+        self.created = created
+
+    @classmethod
+    async def open(cls, connection: Connection, api: JetStreamApi, name: str, *, replicas: int) -> ControlPlane:
+        """Open the bucket, making it when it is missing."""
+        bucket = await Bucket.open(api, name, replicas=replicas)
+        return cls(connection, api, bucket, (await bucket.info()).created)
+
+    async def check(self) -> None:
+        """Raise `ControlPlaneReset` when the bucket is gone or another one has its name."""
+        try:
+            created = (await self.bucket.info()).created
+        except NotFound:
+            raise ControlPlaneReset(f"control plane was reset: bucket {self.bucket.name!r} was deleted") from None
+        if created != self.created:
+            raise ControlPlaneReset(
+                f"control plane was reset: bucket {self.bucket.name!r} was made anew at {created}"
+            )
+
+    async def read(self, *keys: str) -> dict[str, Entry]:
+        """Every key that matches, with its newest value; deleted ones may be there with an empty value."""
+        return await read_keys(self.connection, self.api, self.bucket.name, keys)
+
+
+async def read_keys(connection: Connection, api: JetStreamApi, bucket: str, keys: Sequence[str]) -> dict[str, Entry]:
+    """Read all keys that match, at once."""
+    entries: dict[str, Entry] = {}
+    watch = Watch(connection, api, bucket, keys, entries.__setitem__)
+    await watch.start()
+    await watch.stop()
+    return entries

@@ -1,0 +1,165 @@
+"""Election of one worker for a role: a lease with a term that only grows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+import structlog
+
+from parti.coordination.lease import Lease, clock
+from parti.core.lease import LeaseTerms
+from parti.errors import LeaseLost, PartiError
+from parti.jetstream.kv import Bucket, Entry, Write
+from parti.model.fleet import LeaderRecord, Role, decode, encode, key_of
+
+_log = structlog.get_logger("parti.election")
+
+RENEW_SHARE = 0.75
+_LOOK_AGAIN_S = 2.0
+"""How often a candidate looks by itself: the watch that should wake it is only a hint."""
+
+
+class Office:
+    """A role, held: what its holder writes goes through here and takes effect only while it holds the role."""
+
+    def __init__(self, bucket: Bucket, terms: LeaseTerms, role: Role, holder: str, token: str) -> None:
+        self.role = role
+        self.record = LeaderRecord(
+            holder=holder, token=token, term=0, since=datetime.now(UTC), ttl_seconds=terms.ttl_s
+        )
+        self.lease = Lease(bucket, key_of("leader", role), terms, self._is_ours)
+
+    def _is_ours(self, value: bytes) -> bool:
+        found = decode(value, LeaderRecord)
+        return (found.token, found.term) == (self.record.token, self.record.term)
+
+    @property
+    def term(self) -> int:
+        """Number of this holding; larger than that of every earlier holder."""
+        return self.record.term
+
+    async def take(self, over: Entry | None) -> None:
+        """Win the role; raises `LeaseLost` when somebody else does."""
+
+        def value_of(term: int) -> bytes:
+            self.record = msgspec.structs.replace(self.record, term=term, since=datetime.now(UTC))
+            return encode(self.record)
+
+        await self.lease.acquire(over, value_of)
+
+    def describe(self, state: str, reason: str) -> bool:
+        """Change what the next renewal says; True if that is news."""
+        if (state, reason) == (self.record.state, self.record.reason):
+            return False
+        self.record = msgspec.structs.replace(self.record, state=state, reason=reason)
+        return True
+
+    async def write(self, writes: Sequence[Write] = ()) -> list[int]:
+        """Renew the lease and write, in one batch or not at all; returns the revisions.
+
+        Raises `LeaseLost` when the role is somebody else's now: nothing was written then.
+        """
+        return await self.lease.renew(encode(self.record), writes)
+
+
+class Election:
+    """Stands for a role as long as it runs, and serves while it is elected.
+
+    `serve` is cancelled before the lease can have ended for others; should it end by itself, the role is given up.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        role: Role,
+        *,
+        holder: str,
+        token: str,
+        ttl_s: float,
+        serve: Callable[[Office], Awaitable[None]],
+    ) -> None:
+        self.role = role
+        self.office: Office | None = None
+        self._bucket = bucket
+        self._holder = holder
+        self._token = token
+        self._terms = LeaseTerms(ttl_s, RENEW_SHARE)
+        self._serve = serve
+        self._news = asyncio.Event()
+
+    def hint(self) -> None:
+        """The key of this role changed: look at it."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Stand for the role until cancelled; the role is resigned then."""
+        while True:
+            office = await self._campaign()
+            self.office = office
+            _log.info("elected", role=self.role, worker=self._holder, term=office.term)
+            try:
+                await self._hold(office)
+            finally:
+                self.office = None
+                resigned = await asyncio.shield(office.lease.release())
+                _log.info("no longer leading", role=self.role, term=office.term, resigned=resigned)
+
+    async def _campaign(self) -> Office:
+        while True:
+            self._news.clear()
+            try:
+                entry = await self._bucket.get(key_of("leader", self.role))
+                if entry is None or not entry.value or self._is_left_over(entry.value):
+                    office = Office(self._bucket, self._terms, self.role, self._holder, self._token)
+                    await office.take(entry)
+                    return office
+            except LeaseLost:
+                pass
+            except PartiError as error:
+                _log.debug("cannot stand for a role now", role=self.role, error=str(error))
+            try:
+                async with asyncio.timeout(_LOOK_AGAIN_S * random.uniform(0.75, 1.25)):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+
+    def _is_left_over(self, value: bytes) -> bool:
+        """Whether the lease is one that this very process won without learning of it."""
+        return decode(value, LeaderRecord).token == self._token
+
+    async def _hold(self, office: Office) -> None:
+        serving = asyncio.ensure_future(self._serve(office))
+        try:
+            while office.lease.held and not serving.done():
+                pause_s = max(0.0, office.lease.renew_at_s - clock())
+                if pause_s:
+                    await asyncio.wait({serving}, timeout=pause_s)
+                    continue
+                if not await self._renew(office):
+                    return
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        error = serving.exception() if serving.done() and not serving.cancelled() else None
+        if error and not isinstance(error, LeaseLost):
+            _log.error("the work of a role failed; it is given up", role=self.role, error=repr(error))
+            await asyncio.sleep(1.0)
+
+    async def _renew(self, office: Office) -> bool:
+        """One renewal; False when the role is lost."""
+        try:
+            await office.write()
+        except LeaseLost as error:
+            _log.warning("lost a role", role=self.role, reason=str(error))
+            return False
+        except PartiError as error:
+            now_s, ends_at_s = clock(), office.lease.ends_at_s
+            if now_s >= ends_at_s:
+                _log.warning("could not renew a role in time", role=self.role, error=str(error))
+                return False
+            await asyncio.sleep(min(self._terms.retry_after(now_s, ends_at_s), max(0.0, ends_at_s - now_s)))
+        return True

@@ -1,0 +1,61 @@
+"""What an application may hang on the fleet's events."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import structlog
+
+from parti.core.planner import FleetState
+from parti.model.partition import Partition
+from parti.telemetry.metrics import Metrics
+
+_log = structlog.get_logger("parti.hooks")
+
+AssignmentHook: TypeAlias = Callable[[Sequence[Partition], Sequence[Partition]], Awaitable[None] | None]
+StateHook: TypeAlias = Callable[[FleetState, FleetState], Awaitable[None] | None]
+ErrorHook: TypeAlias = Callable[[Exception], Awaitable[None] | None]
+
+current_worker_id: ContextVar[str] = ContextVar("parti_worker_id")
+"""The id of the worker that a hook is called for."""
+
+
+class WorkerConsumerUpdater(Protocol):
+    """Applies a new full set of partitions for a worker; idempotent, and skips what has not changed."""
+
+    async def update_worker_consumer(self, worker_id: str, partitions: Sequence[Partition]) -> None:
+        """Make the worker read exactly these partitions."""
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Functions of the application, async or not; one that raises is logged and never stops the worker."""
+
+    on_assignment_changed: list[AssignmentHook] = field(default_factory=list)
+    """Called with the old and the new partitions, before reading follows the new ones."""
+    on_state_changed: list[StateHook] = field(default_factory=list)
+    """Called with the old and the new state of this worker."""
+    on_error: list[ErrorHook] = field(default_factory=list)
+    """Called with each error that parti met in the background and survived."""
+
+
+async def call_hooks(
+    functions: Sequence[Callable[..., Any]], arguments: tuple[object, ...], *, worker_id: str, metrics: Metrics
+) -> None:
+    """Call them one after the other with the worker's id in the context; errors are logged and counted."""
+    token = current_worker_id.set(worker_id)
+    try:
+        for function in functions:
+            try:
+                result = function(*arguments)
+                if inspect.isawaitable(result):
+                    await result
+            except Exception as error:
+                metrics.hook_failures.inc()
+                _log.exception("a hook failed", hook=getattr(function, "__name__", repr(function)), error=repr(error))
+    finally:
+        current_worker_id.reset(token)

@@ -1,0 +1,529 @@
+"""A worker's place in the fleet: its id, its assignment, and its part in the elections.
+
+The manager knows nothing of consumers and handlers. It tells the reading side what to own (through
+`WorkerConsumerUpdater`, after the application's own hooks) and until when it may act (through `permit`); the reading
+side tells it what has been applied.
+
+    claim an id ──> watch and heartbeat ──> stop: drain, leave
+         ^                  │
+         └── lease lost, or control plane was reset: nothing may be started, until an id is held again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from parti.config import Settings
+from parti.coordination.control_plane import ControlPlane
+from parti.coordination.election import Election, Office
+from parti.coordination.hooks import Hooks, WorkerConsumerUpdater, call_hooks
+from parti.coordination.lease import clock
+from parti.coordination.rebalancer import Rebalancer, RebalancerParts
+from parti.coordination.roles import clean_up, monitor
+from parti.coordination.sources import PartitionSource, SourceContext, SourceReader
+from parti.coordination.worker_ids import Profile, Seat, WorkerIds
+from parti.core.lease import NEVER_S
+from parti.core.planner import FleetState, Policy
+from parti.core.worker_ids import Applicant
+from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
+from parti.jetstream.api import JetStreamApi
+from parti.jetstream.connection import Connection
+from parti.jetstream.kv import Entry, Write
+from parti.jetstream.watch import Watch
+from parti.model.fleet import ROLES, Assignment, Grant, HealthRecord, LeaderRecord, Role, decode, encode, key_of
+from parti.model.partition import Partition, Template
+from parti.strategies.interface import Strategy
+from parti.telemetry.health import Health
+from parti.telemetry.metrics import Metrics
+from parti.version import __version__
+
+_log = structlog.get_logger("parti.manager")
+_RETRY_S = 0.5
+_SIGNAL = "fleet"
+_FLEET_WIDE = {FleetState.STABLE, FleetState.SCALING, FleetState.REBALANCING, FleetState.EMERGENCY}
+"""States that every worker takes over from the rebalancer, which has said so already."""
+
+
+class ReadingSide(WorkerConsumerUpdater, Protocol):
+    """What the manager needs of whoever reads and handles."""
+
+    async def seated(self, seat: Seat, plane: ControlPlane) -> None:
+        """This process holds a worker id now: get ready to read under it, but start nothing yet."""
+
+    def permit(self, until_s: float) -> None:
+        """Handlers may be started until this moment of the monotonic clock; `-inf`: not at all."""
+
+    async def settle(self) -> Sequence[str]:
+        """Store the positions; returns the partitions that were let go and whose handler still runs."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Fields of `HealthRecord` that the reading side knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetParts:
+    """What the manager works with."""
+
+    connection: Connection
+    api: JetStreamApi
+    settings: Settings
+    stream: str
+    template: Template
+    source: PartitionSource
+    strategy: Strategy
+    metrics: Metrics
+    health: Health
+    client_ref: Callable[[], str] = lambda: ""
+
+
+class Manager:
+    """Takes part in the fleet from `start` to `stop`."""
+
+    def __init__(self, parts: FleetParts, reading: ReadingSide, hooks: Hooks, *, service: str = "") -> None:
+        self._parts = parts
+        self._settings = parts.settings
+        self._reading = reading
+        self._hooks = hooks
+        self._service = service
+        token = parts.settings.owner_token
+        self._token = token.get_secret_value() if token else uuid.uuid4().hex
+        self._state = FleetState.INIT
+        self._plane: ControlPlane | None = None
+        self._seat: Seat | None = None
+        self._leader: LeaderRecord | None = None
+        self._last_id: str | None = None
+        self._offered: Assignment | None = None
+        self._applied: Assignment | None = None
+        self._partitions: tuple[Partition, ...] = ()
+        self._busy: tuple[str, ...] = ()
+        self._health_revision = 0
+        self._news = asyncio.Event()
+        self._beat = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._stopping = False
+        self._elections: dict[Role, Election] = {}
+        self._hook_tasks: set[asyncio.Future[None]] = set()
+        self._running: asyncio.Task[None] | None = None
+
+    # ── what others may know ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def worker_id(self) -> str:
+        """The id that this process holds, or held last; empty before the first."""
+        return self._last_id or ""
+
+    @property
+    def state(self) -> FleetState:
+        """What this worker is doing."""
+        return self._state
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """What this worker owns now."""
+        return self._partitions
+
+    @property
+    def grants(self) -> Mapping[str, Grant]:
+        """Fence token and position of each partition of the newest assignment."""
+        return self._offered.partitions if self._offered else {}
+
+    @property
+    def grants_stream(self) -> str:
+        """Creation time of the stream that the positions of the grants are in."""
+        return self._offered.stream_created if self._offered else ""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is the rebalancer."""
+        election = self._elections.get("rebalancer")
+        return bool(election and election.office and election.office.lease.held)
+
+    @property
+    def leader(self) -> LeaderRecord | None:
+        """The rebalancer, as last seen."""
+        return self._leader
+
+    # ── start and stop ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """Take an id and begin; raises when there is no id to be had or the bucket cannot be used."""
+        await self._sit_down()
+        self._running = asyncio.create_task(self._run())
+
+    async def wait_assigned(self) -> None:
+        """Return once the first assignment has been applied."""
+        await self._ready.wait()
+
+    async def drain(self) -> None:
+        """Say that this worker is about to leave, and take no new assignment."""
+        self._stopping = True
+        if self._seat and self._seat.lease.held:
+            self._seat.describe(state="draining")
+            self._set_state(FleetState.DRAINING, "leaving")
+            await self._try_beat(self._seat)
+
+    async def stop(self) -> bool:
+        """Leave: resign from roles, give the id back; False when that could not be confirmed."""
+        self._stopping = True
+        if self._running:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        seat, left = self._seat, True
+        if seat:
+            self._seat = None
+            left = await seat.leave(back_within_s=self._settings.rejoin_s)
+        self._reading.permit(NEVER_S)
+        self._set_state(FleetState.STOPPED, "left the fleet")
+        return left
+
+    async def _sit_down(self) -> None:
+        """Open the bucket, take an id and tell the reading side."""
+        parts, settings = self._parts, self._settings
+        self._set_state(FleetState.CLAIMING_ID, "needs a worker id")
+        plane = await ControlPlane.open(parts.connection, parts.api, settings.bucket, replicas=settings.replicas)
+        ids = WorkerIds(
+            plane.bucket,
+            lambda: plane.read("ids.>"),
+            ttl_s=settings.lease_ttl_s,
+            max_workers=settings.max_workers,
+        )
+        applicant = Applicant(self._token, settings.identity or "", settings.worker_id, self._last_id)
+        seat = await ids.take(applicant, self._profile())
+        self._plane, self._seat = plane, seat
+        self._last_id = seat.worker_id
+        self._offered = None
+        self._health_revision = 0
+        parts.metrics.worker_id = seat.worker_id
+        seat.lease.on_renewed = self._renewed
+        await self._reading.seated(seat, plane)
+        _log.info(
+            "holds a worker id", worker=seat.worker_id, incarnation=seat.incarnation, identity=settings.identity
+        )
+
+    def _profile(self) -> Profile:
+        s = self._settings
+        return Profile(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=__version__,
+            capacity=s.capacity or s.max_subjects,
+            weight=s.weight,
+            service=self._service,
+            client=self._parts.client_ref(),
+        )
+
+    # ── the life of a seat ────────────────────────────────────────────────────────────────────────────────────
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if self._seat is None:
+                    await self._sit_down()
+                assert self._seat
+                assert self._plane
+                await self._attend(self._seat, self._plane)
+            except ControlPlaneReset as error:
+                self._parts.metrics.lease_losses.inc("reset")
+                await self._stand_up(error)
+            except LeaseLost as error:
+                self._parts.metrics.lease_losses.inc("ended")
+                await self._stand_up(error)
+            except PartiError as error:
+                await self._stand_up(error)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _stand_up(self, error: PartiError) -> None:
+        """Nothing may be started any more until an id is held again."""
+        self._reading.permit(NEVER_S)
+        self._seat = None
+        self._applied = None
+        _log.error("stopped handling", reason=str(error))
+        self._set_state(FleetState.DEGRADED, str(error))
+        await call_hooks(self._hooks.on_error, (error,), worker_id=self.worker_id, metrics=self._parts.metrics)
+
+    async def _attend(self, seat: Seat, plane: ControlPlane) -> None:
+        """Watch, heartbeat, apply and stand for election until the seat is lost."""
+        reset = asyncio.get_running_loop().create_future()
+
+        def on_reset(created: str) -> None:
+            if created != plane.created and not reset.done():
+                reset.set_exception(
+                    ControlPlaneReset(
+                        f"control plane was reset: bucket {plane.bucket.name!r} was made anew at {created}"
+                    )
+                )
+
+        watch = Watch(
+            plane.connection,
+            plane.api,
+            plane.bucket.name,
+            ("leader.*", key_of("assignment", seat.worker_id)),
+            self._on_entry,
+            on_reset=on_reset,
+        )
+        self._elections = {role: self._election(role, seat, plane) for role in ROLES}
+        tasks: list[asyncio.Future[Any]] = [
+            reset,
+            asyncio.ensure_future(watch.start()),
+            asyncio.ensure_future(self._keep_beating(seat, plane)),
+            asyncio.ensure_future(self._keep_applying(seat)),
+            *(asyncio.ensure_future(election.run()) for election in self._elections.values()),
+        ]
+        watching = tasks[1]
+        try:
+            pending: set[asyncio.Future[Any]] = set(tasks)
+            while True:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if done == {watching}:
+                    continue
+                raise LeaseLost("a part of the manager ended by itself")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._elections = {}
+            self._parts.metrics.leading.value = 0
+            await watch.stop()
+
+    def _election(self, role: Role, seat: Seat, plane: ControlPlane) -> Election:
+        return Election(
+            plane.bucket,
+            role,
+            holder=seat.worker_id,
+            token=seat.record.token,
+            ttl_s=self._settings.leader_ttl_s,
+            serve=lambda office: self._serve(office, plane),
+        )
+
+    async def _serve(self, office: Office, plane: ControlPlane) -> None:
+        parts, s = self._parts, self._settings
+        parts.metrics.elections.inc(office.role)
+        if office.role == "monitor":
+            await monitor(plane, parts.metrics)
+            return
+        if office.role == "cleanup":
+            await clean_up(plane, office)
+            return
+        context = SourceContext(parts.api, plane.bucket, parts.stream, parts.template)
+        policy = Policy(
+            cold_start_window_s=s.cold_start_window_s,
+            scale_window_s=s.scale_window_s,
+            min_rebalance_interval_s=s.min_rebalance_interval_s,
+            takeover_grace_s=s.lease_ttl_s / 3 + 0.5,
+            hysteresis=s.hysteresis,
+        )
+        source = SourceReader(parts.source, context)
+        rebalancer = Rebalancer(
+            RebalancerParts(
+                plane,
+                parts.stream,
+                parts.template,
+                source,
+                parts.strategy,
+                policy,
+                s.lease_ttl_s,
+                parts.metrics,
+            ),
+            office,
+        )
+        parts.metrics.leading.value = 1
+        try:
+            await rebalancer.run()
+        finally:
+            parts.metrics.leading.value = 0
+
+    def _on_entry(self, key: str, entry: Entry) -> None:
+        kind, _, name = key.partition(".")
+        if kind == "assignment":
+            offered = _decoded(entry, Assignment)
+            if offered and self._seat and offered.incarnation == self._seat.incarnation:
+                self._offered = offered
+                self._news.set()
+            return
+        if name == "rebalancer":
+            self._leader = _decoded(entry, LeaderRecord)
+            self._follow_leader()
+        if not entry.value and name in self._elections:
+            self._elections[name].hint()
+
+    # ── heartbeats ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _renewed(self) -> None:
+        self._parts.metrics.lease_renewals.inc()
+        if self._seat and self._applied and self._applied.incarnation == self._seat.incarnation:
+            self._reading.permit(self._seat.lease.ends_at_s)
+
+    async def _keep_beating(self, seat: Seat, plane: ControlPlane) -> None:
+        """Renew the lease, with news of this worker, before it can end; raise when it is lost."""
+        while True:
+            self._beat.clear()
+            beaten = await self._try_beat(seat)
+            if not beaten:
+                await _check_reset(plane)
+                now_s = clock()
+                if now_s >= seat.lease.ends_at_s:
+                    self._set_state(FleetState.DEGRADED, "the control plane cannot be reached")
+                await asyncio.sleep(seat.lease.terms.retry_after(now_s, seat.lease.ends_at_s))
+                continue
+            try:
+                async with asyncio.timeout(max(0.05, seat.lease.renew_at_s - clock())):
+                    await self._beat.wait()
+            except TimeoutError:
+                pass
+
+    async def _try_beat(self, seat: Seat) -> bool:
+        """One heartbeat; False when the control plane did not take it. Raises `LeaseLost`."""
+        seat.describe(client=self._parts.client_ref())
+        record = HealthRecord(
+            incarnation=seat.incarnation,
+            applied=self._applied.version if self._applied else 0,
+            busy=self._busy,
+            state=self._state.value,
+            problems=tuple(self._parts.health.reasons.values())[:5],
+            at=datetime.now(UTC),
+            **self._reading.report(),
+        )
+        write = Write(key_of("health", seat.worker_id), encode(record), self._health_revision)
+        try:
+            self._health_revision = (await seat.renew([write]))[0]
+        except WrongRevision:
+            assert self._plane
+            found = await self._plane.bucket.get(write.key)
+            self._health_revision = found.revision if found else 0
+            return False
+        except LeaseLost:
+            raise
+        except PartiError as error:
+            _log.warning("heartbeat failed", error=str(error))
+            return False
+        self._follow_leader()
+        return True
+
+    # ── assignments ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_applying(self, seat: Seat) -> None:
+        while True:
+            self._news.clear()
+            offered = self._offered
+            if self._stopping or offered is None or self._is_applied(offered):
+                if self._busy:
+                    await self._settle(seat)
+                    await asyncio.sleep(0.05)
+                else:
+                    await self._news.wait()
+                continue
+            if await self._apply(seat, offered):
+                await self._settle(seat)
+
+    def _is_applied(self, offered: Assignment) -> bool:
+        applied = self._applied
+        return applied is not None and (applied.incarnation, applied.version) == (
+            offered.incarnation,
+            offered.version,
+        )
+
+    async def _apply(self, seat: Seat, offered: Assignment) -> bool:
+        """Take over an assignment: first the application's hooks, then the reading side."""
+        metrics = self._parts.metrics
+        new = tuple(sorted(self._parts.template.partitions(offered.partitions), key=lambda p: p.id))
+        old = self._partitions
+        await call_hooks(self._hooks.on_assignment_changed, (old, new), worker_id=seat.worker_id, metrics=metrics)
+        try:
+            await self._reading.update_worker_consumer(seat.worker_id, new)
+        except PartiError as error:
+            _log.error("the assignment could not be applied; the last one stays", error=str(error))
+            await call_hooks(self._hooks.on_error, (error,), worker_id=seat.worker_id, metrics=metrics)
+            await asyncio.sleep(_RETRY_S)
+            return False
+        self._partitions = new
+        self._applied = offered
+        metrics.assignment_changes.inc()
+        gained, lost = len(set(new) - set(old)), len(set(old) - set(new))
+        _log.info(
+            "owns",
+            worker=seat.worker_id,
+            partitions=len(new),
+            gained=gained,
+            lost=lost,
+            version=offered.version,
+            term=offered.term,
+        )
+        self._renewed()
+        self._ready.set()
+        return True
+
+    async def _settle(self, seat: Seat) -> None:
+        """Store positions, and say with the next heartbeat what has been let go."""
+        self._busy = tuple(await self._reading.settle())
+        self._follow_leader()
+        self._beat.set()
+
+    # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _follow_leader(self) -> None:
+        """Work out the state of this worker from what it has and what the rebalancer says."""
+        if self._stopping or self._seat is None or not self._seat.lease.held:
+            return
+        if self._leader is None:
+            self._set_state(FleetState.ELECTION, "there is no rebalancer")
+        elif self._applied is None:
+            self._set_state(FleetState.WAITING, "has no assignment yet")
+        else:
+            told = self._leader.state
+            state = FleetState(told) if told in set(FleetState) else FleetState.STABLE
+            self._set_state(state, self._leader.reason)
+
+    def _set_state(self, state: FleetState, reason: str) -> None:
+        before, self._state = self._state, state
+        if before is state:
+            return
+        self._parts.metrics.fleet_state.set(state)
+        if state is FleetState.DEGRADED:
+            self._parts.health.raise_signal(_SIGNAL, f"degraded: {reason}")
+        else:
+            self._parts.health.clear(_SIGNAL)
+        tell = _log.debug if state in _FLEET_WIDE else _log.info
+        tell(f"worker {state}", worker=self.worker_id, before=before.value, reason=reason)
+        if self._hooks.on_state_changed:
+            self._spawn_hooks(before, state)
+
+    def _spawn_hooks(self, before: FleetState, state: FleetState) -> None:
+        task = asyncio.ensure_future(
+            call_hooks(
+                self._hooks.on_state_changed, (before, state), worker_id=self.worker_id, metrics=self._parts.metrics
+            )
+        )
+        self._hook_tasks.add(task)
+        task.add_done_callback(self._hook_tasks.discard)
+
+
+async def _check_reset(plane: ControlPlane) -> None:
+    """Raise when the bucket is known to be another one; not being able to ask says nothing."""
+    try:
+        await plane.check()
+    except ControlPlaneReset:
+        raise
+    except PartiError:
+        pass
+
+
+def _decoded(entry: Entry, kind: type[Any]) -> Any:
+    if not entry.value:
+        return None
+    try:
+        return decode(entry.value, kind)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        _log.error("a record is unreadable and ignored", kind=kind.__name__, error=str(error))
+        return None

@@ -1,0 +1,359 @@
+"""The rebalancer: sees the fleet, lets the planner decide, writes claims and assignments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from parti.coordination.claims import ClaimStore
+from parti.coordination.control_plane import ControlPlane
+from parti.coordination.election import Office
+from parti.coordination.lease import clock
+from parti.coordination.membership import MemberEvent, Membership
+from parti.coordination.sources import SourceReader
+from parti.core.planner import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Planner, Policy
+from parti.core.progress import Progress, decode_progress
+from parti.errors import LeaseLost, PartiError, WrongRevision
+from parti.jetstream.api import StreamInfo
+from parti.jetstream.kv import Entry, Write
+from parti.jetstream.watch import Watch
+from parti.model.fleet import Assignment, Claim, Grant, HealthRecord, decode, encode, key_of, name_of
+from parti.model.partition import Partition, Template
+from parti.strategies.interface import Strategy
+from parti.telemetry.metrics import Metrics
+
+_log = structlog.get_logger("parti.rebalancer")
+
+_BATCH = 800
+"""Claims in one atomic batch; the server takes 1,000 writes, and the assignments need room too."""
+_COALESCE_S = 0.05
+_LOOK_AGAIN_S = 1.0
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RebalancerParts:
+    """What the rebalancer works with."""
+
+    plane: ControlPlane
+    stream: str
+    template: Template
+    source: SourceReader
+    strategy: Strategy
+    policy: Policy
+    ttl_s: float
+    metrics: Metrics
+    on_event: Callable[[MemberEvent], None] = lambda event: None
+
+
+@dataclass(slots=True)
+class _Known:
+    """An assignment as last read or written."""
+
+    revision: int = 0
+    assignment: Assignment | None = None
+
+
+class Rebalancer:
+    """Works for one holding of the office; a successor starts from the bucket alone."""
+
+    def __init__(self, parts: RebalancerParts, office: Office) -> None:
+        self._parts = parts
+        self._plane = parts.plane
+        self._office = office
+        self._claims = ClaimStore(parts.plane.bucket, office, ttl_s=parts.ttl_s)
+        self._membership = Membership(parts.plane.bucket, parts.on_event)
+        self._assignments: dict[str, _Known] = defaultdict(_Known)
+        self._health: dict[str, HealthRecord] = {}
+        self._partitions: dict[str, Partition] = {}
+        self._records: dict[str, Progress] = {}
+        self._stream_created = ""
+        self._said = office.record
+        self._changed = asyncio.Event()
+        self._planner = Planner(parts.strategy, parts.policy, elected_s=clock())
+
+    async def run(self) -> None:
+        """Keep the claims as they should be until the office is lost or this is cancelled."""
+        watch = Watch(
+            self._plane.connection,
+            self._plane.api,
+            self._plane.bucket.name,
+            ("ids.>", "health.>"),
+            self._on_entry,
+        )
+        refreshing = asyncio.ensure_future(self._refresh())
+        try:
+            await self._load()
+            await watch.start()
+            while True:
+                wake_at_s = await self._turn()
+                await self._wait(wake_at_s, refreshing)
+        finally:
+            refreshing.cancel()
+            await asyncio.gather(refreshing, return_exceptions=True)
+            await watch.stop()
+
+    async def _turn(self) -> float | None:
+        """Look, decide, act; returns when to look again at the latest."""
+        self._changed.clear()
+        try:
+            await self._membership.verify()
+            decision = self._decide()
+            await self._act(decision)
+        except LeaseLost:
+            raise
+        except WrongRevision as error:
+            self._parts.metrics.claim_failures.inc()
+            _log.warning("a claim was changed by somebody else; reading all of them again", error=str(error))
+            await self._load()
+            self._changed.set()
+            return None
+        except PartiError as error:
+            _log.warning("rebalancing failed and will be tried again", error=str(error))
+            await self._plane.check()
+            return clock() + _RETRY_S
+        return decision.wake_at_s
+
+    async def _wait(self, wake_at_s: float | None, refreshing: asyncio.Future[None]) -> None:
+        if refreshing.done():
+            refreshing.result()
+        at_s = min(clock() + _LOOK_AGAIN_S, wake_at_s or float("inf"))
+        try:
+            async with asyncio.timeout(max(0.0, at_s - clock())):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        # Joins come in flocks: a moment's patience saves rounds.
+        await asyncio.sleep(_COALESCE_S)
+
+    # ── seeing ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_entry(self, key: str, entry: Entry) -> None:
+        if key.startswith("ids."):
+            if self._membership.entry(key, entry):
+                self._changed.set()
+            return
+        worker = name_of(key)
+        if not entry.value:
+            self._health.pop(worker, None)
+            return
+        try:
+            health = decode(entry.value, HealthRecord)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            _log.error("a health record is unreadable and ignored", worker=worker, error=str(error))
+            return
+        before = self._health.get(worker)
+        self._health[worker] = health
+        if before is None or (before.applied, before.busy) != (health.applied, health.busy):
+            self._changed.set()
+
+    async def _load(self) -> None:
+        """Read everything that a predecessor has written."""
+        entries = await self._plane.read("claims.>", "assignment.>", "progress.>")
+        self._claims.load({k: e for k, e in entries.items() if k.startswith("claims.")})
+        self._assignments.clear()
+        self._records.clear()
+        for key, entry in entries.items():
+            if key.startswith("assignment."):
+                known = self._assignments[name_of(key)] = _Known(entry.revision)
+                if entry.value:
+                    known.assignment = decode(entry.value, Assignment)
+            elif key.startswith("progress.") and (record := _progress(entry)):
+                self._records[name_of(key)] = record
+        self._stream_created = (await self._plane.api.stream_info(self._parts.stream)).created
+        await self._read_source()
+
+    async def _refresh(self) -> None:
+        """Read the source of partitions as often as it wants to be read."""
+        while (interval_s := self._parts.source.refresh_s) is not None:
+            await asyncio.sleep(interval_s)
+            await self._read_source()
+            if self._parts.source.changed:
+                self._changed.set()
+
+    async def _read_source(self) -> None:
+        source = self._parts.source
+        partitions = {p.id: p for p in await source.read()}
+        if source.remembers:
+            # The messages of a partition may be gone for now; giving it up and taking it again would move it about.
+            claimed = (p for p, c in self._claims.claims.items() if c.state != "free" and p not in partitions)
+            partitions |= {p: self._parts.template.partition(p) for p in claimed}
+        self._partitions = partitions
+
+    def _decide(self) -> Decision:
+        view = FleetView(
+            now_s=clock(),
+            members=self._membership.view(),
+            partitions=tuple(self._partitions),
+            claims=self._claims.claims,
+            health=self._health,
+            left=frozenset(self._membership.left),
+        )
+        decision = self._planner.step(view)
+        if self._office.describe(decision.state, decision.reason) or decision.commands:
+            _log.info(
+                f"fleet {decision.state}",
+                reason=decision.reason,
+                commands=len(decision.commands),
+                workers=len(view.members),
+                term=self._office.term,
+            )
+        return decision
+
+    # ── acting ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _act(self, decision: Decision) -> None:
+        positions = await self._positions(decision.commands)
+        commands = list(decision.commands)
+        for begin in range(0, len(commands), _BATCH):
+            claims = self._claims_for(commands[begin : begin + _BATCH], positions)
+            await self._write(claims)
+        # Workers whose claims did not change may still need a word: a new process has to be told what it owns, unless
+        # everybody is about to get something.
+        if decision.state is not FleetState.WAITING:
+            await self._write({})
+        if self._said != self._office.record:
+            self._said = self._office.record
+            await self._office.write()
+
+    def _claims_for(self, commands: Sequence[Command], positions: _Positions) -> dict[str, Claim]:
+        claims: dict[str, Claim] = {}
+        members, metrics = self._membership.members, self._parts.metrics
+        for command in commands:
+            partition = command.partition
+            if isinstance(command, Give):
+                member = members.get(command.owner)
+                if member is None:
+                    continue
+                found = self._claims.claims.get(partition)
+                claims[partition] = self._claims.given(
+                    partition,
+                    command.owner,
+                    member.incarnation,
+                    position=positions.of(partition),
+                    stream_created=positions.stream_created,
+                    reason=command.reason,
+                )
+                moved = found is not None and found.owner not in {"", command.owner}
+                metrics.claims_given.inc("moved" if moved else "kept" if found and found.owner else "new")
+            elif isinstance(command, BeginMove):
+                owner = self._claims.claims[partition].owner
+                known = self._assignments[owner].assignment
+                claims[partition] = self._claims.changed(
+                    partition,
+                    state="moving",
+                    next=command.next,
+                    reason=command.reason,
+                    release_version=(known.version if known else 0) + 1,
+                )
+            else:
+                claims[partition] = self._claims.changed(
+                    partition,
+                    owner="",
+                    next="",
+                    state="free",
+                    position=positions.of(partition),
+                    stream_created=positions.stream_created,
+                    reason=command.reason,
+                )
+        return claims
+
+    async def _write(self, claims: Mapping[str, Claim]) -> None:
+        """Write claims together with the assignments that follow from them."""
+        changed = self._changed_assignments({**self._claims.claims, **claims})
+        if not claims and not changed:
+            return
+        writes = [
+            Write(key_of("assignment", worker), encode(assignment), self._assignments[worker].revision)
+            for worker, assignment in changed.items()
+        ]
+        revisions = await self._claims.write(claims, writes)
+        for (worker, assignment), revision in zip(changed.items(), revisions, strict=True):
+            self._assignments[worker] = _Known(revision, assignment)
+
+    def _changed_assignments(self, claims: Mapping[str, Claim]) -> dict[str, Assignment]:
+        """The assignments that these claims make different from what was last written."""
+        members = self._membership.members
+        wanted: dict[str, dict[str, Grant]] = {w: {} for w, m in members.items() if m.state != "away"}
+        for partition, claim in claims.items():
+            member = members.get(claim.owner)
+            if claim.state != "owned" or member is None or claim.incarnation != member.incarnation:
+                continue
+            if claim.owner in wanted:
+                position = claim.position if claim.stream_created == self._stream_created else 0
+                wanted[claim.owner][partition] = Grant(claim.fence_token, position)
+        changed = {}
+        for worker, partitions in wanted.items():
+            known = self._assignments[worker].assignment
+            incarnation = members[worker].incarnation
+            if known and (known.incarnation, known.partitions) == (incarnation, partitions):
+                continue
+            changed[worker] = Assignment(
+                version=(known.version if known else 0) + 1,
+                term=self._office.term,
+                incarnation=incarnation,
+                stream_created=self._stream_created,
+                partitions=partitions,
+            )
+        return changed
+
+    # ── positions ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _positions(self, commands: Iterable[Command]) -> _Positions:
+        """Where the partitions that change hands have got to."""
+        changing = {c.partition: self._claims.claims.get(c.partition) for c in commands if isinstance(c, Give | Free)}
+        stream = await self._plane.api.stream_info(self._parts.stream) if changing else None
+        if stream:
+            self._stream_created = stream.created
+        owners = {claim.owner for claim in changing.values() if claim and claim.owner}
+        entries = await asyncio.gather(*(self._plane.bucket.get(key_of("progress", owner)) for owner in owners))
+        for owner, entry in zip(owners, entries, strict=True):
+            if entry and (record := _progress(entry)):
+                self._records[owner] = record
+        return _Positions(stream, self._partitions, changing, self._records)
+
+
+class _Positions:
+    """Positions from the records of previous owners, from the claims, and for new partitions from any record."""
+
+    def __init__(
+        self,
+        stream: StreamInfo | None,
+        partitions: Mapping[str, Partition],
+        claims: Mapping[str, Claim | None],
+        records: Mapping[str, Progress],
+    ) -> None:
+        self.stream_created = stream.created if stream else ""
+        self._partitions = partitions
+        self._claims = claims
+        self._records = {
+            worker: record
+            for worker, record in records.items()
+            if stream and (record.stream, record.stream_created) == (stream.name, stream.created)
+        }
+
+    def of(self, partition_id: str) -> int:
+        """The position of a partition; 0 when nobody has ever had it."""
+        claim, partition = self._claims.get(partition_id), self._partitions.get(partition_id)
+        known = claim.position if claim and claim.stream_created == self.stream_created else 0
+        if partition is None:
+            return known
+        if claim and claim.owner:
+            records = [self._records[claim.owner]] if claim.owner in self._records else []
+        else:
+            records = list(self._records.values()) if claim is None else []
+        return max([known, *(record.position(partition_id, partition.subject) for record in records)])
+
+
+def _progress(entry: Entry) -> Progress | None:
+    if not entry.value:
+        return None
+    try:
+        return decode_progress(entry.value)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,63 @@
+"""Reading the control plane's records as they are: what operators and the monitor look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from parti.core.fleet_report import FleetReport, report_fleet
+from parti.jetstream.kv import Entry
+from parti.model.fleet import Assignment, Claim, HealthRecord, LeaderRecord, MemberRecord, decode, name_of
+
+KEYS = ("ids.>", "health.>", "claims.>", "leader.*", "assignment.>")
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+@dataclass(slots=True)
+class Records:
+    """Everything in the bucket that tells of the fleet; unreadable records are left out and counted."""
+
+    members: dict[str, MemberRecord] = field(default_factory=dict)
+    health: dict[str, HealthRecord] = field(default_factory=dict)
+    claims: dict[str, Claim] = field(default_factory=dict)
+    leaders: dict[str, LeaderRecord] = field(default_factory=dict)
+    assignments: dict[str, Assignment] = field(default_factory=dict)
+    unreadable: int = 0
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Entry]) -> Records:
+        """Decode what was read from the bucket."""
+        records = cls()
+        for key, entry in entries.items():
+            records.take(key, entry)
+        return records
+
+    def take(self, key: str, entry: Entry) -> None:
+        """Take in one key as it is now."""
+        kind, name = key.partition(".")[0], name_of(key)
+        if kind == "ids":
+            self._put(self.members, name, entry, MemberRecord)
+        elif kind == "health":
+            self._put(self.health, name, entry, HealthRecord)
+        elif kind == "claims":
+            self._put(self.claims, name, entry, Claim)
+        elif kind == "leader":
+            self._put(self.leaders, name, entry, LeaderRecord)
+        elif kind == "assignment":
+            self._put(self.assignments, name, entry, Assignment)
+
+    def _put(self, records: dict[str, _T], name: str, entry: Entry, kind: type[_T]) -> None:
+        if not entry.value:
+            records.pop(name, None)
+            return
+        try:
+            records[name] = decode(entry.value, kind)
+        except (msgspec.ValidationError, msgspec.DecodeError):
+            self.unreadable += 1
+
+    def report(self) -> FleetReport:
+        """The fleet at this moment."""
+        return report_fleet(self.members, self.health, self.claims, self.leaders.get("rebalancer"))

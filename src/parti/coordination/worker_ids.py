@@ -1,0 +1,159 @@
+"""Stable worker ids: `worker-0 … worker-N`, each leased to one process at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import msgspec
+import structlog
+
+from parti.coordination.lease import Lease, clock
+from parti.core.lease import LeaseTerms
+from parti.core.worker_ids import Applicant, choose_id
+from parti.errors import LeaseLost, NoFreeWorkerId, WorkerIdTaken
+from parti.jetstream.kv import Bucket, Entry, Write
+from parti.model.fleet import MemberRecord, MemberState, decode, encode, key_of, name_of
+
+_log = structlog.get_logger("parti.worker_ids")
+
+RENEW_SHARE = 1 / 3
+"""Members renew more often than leaders: their heartbeat carries news."""
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a process says of itself when it takes an id."""
+
+    host: str
+    pid: int
+    version: str
+    capacity: int
+    weight: float
+    service: str = ""
+    client: str = ""
+
+
+class Seat:
+    """A worker id, held."""
+
+    def __init__(self, bucket: Bucket, terms: LeaseTerms, worker_id: str, record: MemberRecord) -> None:
+        self.worker_id = worker_id
+        self.record = record
+        self.lease = Lease(bucket, key_of("ids", worker_id), terms, self._is_ours)
+
+    def _is_ours(self, value: bytes) -> bool:
+        found = decode(value, MemberRecord)
+        return (found.token, found.incarnation) == (self.record.token, self.record.incarnation)
+
+    async def sit_down(self, over: Entry | None) -> None:
+        """Take the id over what was found there; raises `LeaseLost` when somebody else was quicker."""
+
+        def value_of(incarnation: int) -> bytes:
+            self.record = msgspec.structs.replace(self.record, incarnation=incarnation)
+            return encode(self.record)
+
+        await self.lease.acquire(over, value_of)
+
+    @property
+    def incarnation(self) -> int:
+        """Number of this holding; no other holder of the id ever has or had it."""
+        return self.record.incarnation
+
+    def describe(self, *, state: MemberState | None = None, client: str | None = None) -> None:
+        """Change what the next renewal says."""
+        changes = {k: v for k, v in {"state": state, "client": client}.items() if v is not None}
+        self.record = msgspec.structs.replace(self.record, **changes)
+
+    async def renew(self, extra: Sequence[Write] = ()) -> list[int]:
+        """Renew, with other writes in the same batch; see `Lease.renew`."""
+        return await self.lease.renew(encode(self.record), extra)
+
+    async def leave(self, *, back_within_s: float = 0.0, extra: Sequence[Write] = ()) -> bool:
+        """Give the id back; with an identity, keep it reserved for a while for who comes back."""
+        if self.record.identity and back_within_s > 0:
+            away = msgspec.structs.replace(self.record, state="away", token="", ttl_seconds=back_within_s)
+            return await self.lease.hand_back(encode(away), back_within_s, extra)
+        return await self.lease.release(extra)
+
+
+class WorkerIds:
+    """Finds and leases an id for this process."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        read_ids: Callable[[], Awaitable[Mapping[str, Entry]]],
+        *,
+        ttl_s: float,
+        max_workers: int,
+    ) -> None:
+        self._bucket = bucket
+        self._read_ids = read_ids
+        self._terms = LeaseTerms(ttl_s, RENEW_SHARE)
+        self._names = [f"worker-{n}" for n in range(max_workers)]
+
+    async def take(self, applicant: Applicant, profile: Profile) -> Seat:
+        """Lease an id.
+
+        Raises `WorkerIdTaken` when a live process holds the one that was insisted on, `NoFreeWorkerId` when there
+        is none left.
+        """
+        seen: dict[str, int] = {}
+        give_up_s = clock() + self._terms.ttl_s + 2.0
+        while True:
+            entries = {name_of(k): e for k, e in (await self._read_ids()).items()}
+            held = {w: decode(e.value, MemberRecord) for w, e in entries.items() if e.value}
+            choice = choose_id(applicant, held, self._names)
+            awaited = choice.await_end_of
+            if awaited is not None:
+                revision = entries[awaited].revision
+                if seen.setdefault(awaited, revision) == revision and clock() < give_up_s:
+                    await asyncio.sleep(_LOOK_S)
+                    continue
+                # It was renewed: its holder is alive.
+                self._taken(applicant, held[awaited], awaited)
+                if not choice.candidates:
+                    raise NoFreeWorkerId(
+                        f"identity {applicant.identity!r} is in use and all other worker ids are held"
+                    )
+            for name in choice.candidates:
+                seat = await self._try(name, entries.get(name), applicant, profile)
+                if seat:
+                    return seat
+
+    def _taken(self, applicant: Applicant, holder: MemberRecord, name: str) -> None:
+        who = f"process {holder.pid} on {holder.host or 'an unnamed host'}"
+        if applicant.fixed:
+            raise WorkerIdTaken(
+                f"worker id {name!r} is held by {who}; stop that worker, or start this one with another --worker-id "
+                f"(or with none: it then gets a free one)"
+            )
+        _log.warning(
+            "another live process has our identity; taking another id", identity=applicant.identity, held_by=who
+        )
+
+    async def _try(self, name: str, over: Entry | None, applicant: Applicant, profile: Profile) -> Seat | None:
+        record = MemberRecord(
+            token=applicant.token,
+            incarnation=0,
+            identity=applicant.identity,
+            started_at=datetime.now(UTC),
+            ttl_seconds=self._terms.ttl_s,
+            host=profile.host,
+            pid=profile.pid,
+            version=profile.version,
+            capacity=profile.capacity,
+            weight=profile.weight,
+            service=profile.service,
+            client=profile.client,
+        )
+        seat = Seat(self._bucket, self._terms, name, record)
+        try:
+            await seat.sit_down(over)
+        except LeaseLost:
+            return None
+        return seat

@@ -1,0 +1,92 @@
+"""What can be said of a fleet from its records: for `parti status`, for the monitor, for the console."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parti.model.fleet import Claim, HealthRecord, LeaderRecord, MemberRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One worker, as its own records and the claims tell."""
+
+    worker: str
+    member: MemberRecord | None
+    """None: it owns something, but nobody holds its id."""
+    health: HealthRecord | None
+    """What it said last, if it was this very process that said it."""
+    owned: int
+    leaving: int
+    """Partitions that it is to let go."""
+    coming: int
+    """Partitions that it is to get."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """The fleet at one moment."""
+
+    workers: tuple[WorkerReport, ...]
+    leader: LeaderRecord | None
+    partitions: int
+    """Partitions that somebody claims, or should."""
+    unowned: tuple[str, ...]
+    """Claimed by nobody, or by a worker that is gone."""
+    moving: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What an operator should look at, in sentences."""
+        found = []
+        if self.leader is None:
+            found.append("there is no rebalancer")
+        if self.unowned:
+            found.append(f"{len(self.unowned)} partitions have no live owner")
+        for each in self.workers:
+            if each.health and each.health.problems:
+                found.append(f"{each.worker}: {each.health.problems[0]}")
+        return tuple(found)
+
+
+def report_fleet(
+    members: Mapping[str, MemberRecord],
+    health: Mapping[str, HealthRecord],
+    claims: Mapping[str, Claim],
+    leader: LeaderRecord | None,
+) -> FleetReport:
+    """Put the records together."""
+    live = {p: c for p, c in claims.items() if c.state != "free"}
+    owned = Counter(c.owner for c in live.values() if c.state == "owned")
+    leaving = Counter(c.owner for c in live.values() if c.state == "moving")
+    coming = Counter(c.next for c in live.values() if c.state == "moving")
+    names = sorted(members.keys() | {c.owner for c in live.values() if c.owner}, key=_by_number)
+    workers = tuple(
+        WorkerReport(
+            name,
+            members.get(name),
+            said if (said := health.get(name)) and _is_current(said, members.get(name)) else None,
+            owned[name],
+            leaving[name],
+            coming[name],
+        )
+        for name in names
+    )
+    return FleetReport(
+        workers,
+        leader,
+        len(live),
+        tuple(sorted(p for p, c in live.items() if c.owner not in members)),
+        tuple(sorted(p for p, c in live.items() if c.state == "moving")),
+    )
+
+
+def _is_current(health: HealthRecord, member: MemberRecord | None) -> bool:
+    return member is not None and health.incarnation == member.incarnation
+
+
+def _by_number(worker: str) -> tuple[str, int]:
+    stem, _, number = worker.rpartition("-")
+    return (stem, int(number)) if number.isdigit() else (worker, -1)

@@ -1,0 +1,167 @@
+"""The records of the control plane, as they lie in the key-value bucket.
+
+    ids.<worker>          MemberRecord   lease of a stable worker id; written by its holder, expires by itself
+    health.<worker>       HealthRecord   what that worker has applied and how it fares
+    progress.<worker>     Progress       its positions (`parti.core.progress`)
+    leader.<role>         LeaderRecord   lease of a role; written by its holder, expires by itself
+    claims.<partition>    Claim          who owns a partition; written by the rebalancer only
+    assignment.<worker>   Assignment     what a worker is to own, derived from the claims; rebalancer only
+
+Whoever holds a lease writes everything else in one atomic batch with a renewal of that lease, so that a write of a
+holder whose lease has ended has no effect at all.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Literal, TypeVar
+
+import msgspec
+
+MemberState = Literal["active", "draining", "away"]
+"""`away`: it left with an identity and is expected back; its partitions wait until the lease ends."""
+ClaimState = Literal["owned", "moving", "free"]
+"""`moving`: the owner is to let go of it, then `next` gets it. `free`: nobody owns it."""
+Role = Literal["rebalancer", "monitor", "cleanup"]
+ROLES: tuple[Role, ...] = ("rebalancer", "monitor", "cleanup")
+
+
+class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The lease of a stable worker id."""
+
+    token: str
+    """Who holds it: random for each process, or handed down by a supervisor to the next process of a slot."""
+    incarnation: int
+    """Grows with every new holder of the id, also after the bucket was made anew."""
+    state: MemberState = "active"
+    identity: str = ""
+    """Name of host, pod or slot that gets this id back after a restart; empty for none."""
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+    capacity: int = 500
+    """Most partitions that it takes."""
+    weight: float = 1.0
+    """Share of the load that it should get, against the others."""
+    service: str = ""
+    """Instance id of its NATS micro service."""
+    client: str = ""
+    """`<server id>/<client id>` of its connection, by which system events name it."""
+    started_at: datetime
+    ttl_seconds: float
+
+
+class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What a worker says of itself with each heartbeat."""
+
+    incarnation: int
+    applied: int = 0
+    """Version of the assignment that is in force; its positions are stored."""
+    busy: tuple[str, ...] = ()
+    """Partitions that it was told to let go and whose handler still runs."""
+    state: str = ""
+    pulling: bool = False
+    subjects: int = 0
+    finished: int = 0
+    failures: int = 0
+    """Failed handler calls."""
+    dead_letters: int = 0
+    update_failures: int = 0
+    """Failed consumer updates in a row."""
+    updates: int = 0
+    """Consumer updates since it started."""
+    updates_skipped: int = 0
+    problems: tuple[str, ...] = ()
+    """Reasons why it is unhealthy."""
+    at: datetime
+
+
+class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The lease of a role."""
+
+    holder: str
+    """Worker id."""
+    token: str
+    term: int
+    """Grows with every new holder, also after the bucket was made anew."""
+    state: str = ""
+    """State of the fleet as the rebalancer sees it."""
+    reason: str = ""
+    """Why, in a sentence."""
+    since: datetime
+    ttl_seconds: float
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Ownership of one partition."""
+
+    owner: str = ""
+    incarnation: int = 0
+    """The holder of the owner's id that this claim was made for."""
+    fence_token: int = 0
+    """Grows with every change of owner or incarnation, also after the bucket was made anew."""
+    claimed_at: datetime
+    ttl_seconds: float
+    """The claim counts as long as the owner's lease of this length does."""
+    state: ClaimState = "owned"
+    position: int = 0
+    """Where the owner began: every message of the partition below it is finished."""
+    stream_created: str = ""
+    """Creation time of the stream that the position is in: sequences of a recreated stream mean nothing."""
+    next: str = ""
+    """Who gets it after a move."""
+    release_version: int = 0
+    """Version of the owner's assignment that tells it to let go, while moving."""
+    term: int
+    reason: str = ""
+    """Why it was given to its owner, in a few words."""
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """Permission to handle one partition: fence token, and the position to begin at."""
+
+    fence_token: int
+    position: int
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Everything that a worker is to own."""
+
+    version: int
+    """Grows with every change."""
+    term: int
+    incarnation: int
+    """It is meant for this holder of the id and for no other."""
+    stream_created: str = ""
+    """Creation time of the stream that the positions are in."""
+    partitions: dict[str, Grant] = {}
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+_encoder = msgspec.json.Encoder()
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Serialise a record."""
+    return _encoder.encode(record)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Read a record; raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
+    return msgspec.json.decode(data, type=kind)
+
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")
+_ESCAPED = re.compile(r"(?:=[0-9A-F]{2})+")
+
+
+def key_of(kind: str, name: str) -> str:
+    """The key of a record: `kind.name`, with characters that a key must not have as `=XX`."""
+    return f"{kind}.{_UNSAFE.sub(lambda m: ''.join(f'={b:02X}' for b in m[0].encode()), name)}"
+
+
+def name_of(key: str) -> str:
+    """The name inside a key that `key_of` made."""
+    _, _, name = key.partition(".")
+    return _ESCAPED.sub(lambda m: bytes.fromhex(m[0].replace("=", "")).decode(), name)

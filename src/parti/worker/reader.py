@@ -1,0 +1,264 @@
+"""The reading side of a worker under one worker id: consumer, lanes, runners, positions, put together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from parti.config import Settings
+from parti.core.retry import RetryPolicy
+from parti.errors import PartiError
+from parti.jetstream.api import JetStreamApi, StreamInfo
+from parti.jetstream.connection import Connection
+from parti.jetstream.wire import Wire
+from parti.model.fleet import Grant
+from parti.model.partition import PartitionLike, Template
+from parti.telemetry.health import Health
+from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import watched
+from parti.worker.acks import AckWriter
+from parti.worker.consumer import ConsumerPorts, WorkerConsumer
+from parti.worker.deadletters import DeadLetterStream
+from parti.worker.lanes import Lanes
+from parti.worker.parking import Parking
+from parti.worker.progress import ProgressKeeper, ProgressStore
+from parti.worker.runners import Handler, make_runners
+from parti.worker.unordered import UnorderedLanes
+
+_log = structlog.get_logger("parti.reader")
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderPorts:
+    """What a reader works with; the same for every worker id that a process may hold."""
+
+    connection: Connection
+    api: JetStreamApi
+    wire: Wire
+    dead_letters: DeadLetterStream
+    stream: StreamInfo
+    template: Template
+    handler: Handler
+    metrics: Metrics
+    health: Health
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Fence tokens and positions of partitions, and which stream the positions are in."""
+
+    grants: Mapping[str, Grant]
+    stream_created: str
+
+
+class Reader:
+    """Reads and handles partitions from `start` to `stop`, as the worker that `settings.worker_id` names."""
+
+    def __init__(self, ports: ReaderPorts, settings: Settings, store: ProgressStore, *, each_subject: bool) -> None:
+        assert settings.worker_id
+        self.settings = settings
+        self.worker_id = settings.worker_id
+        self._ports = ports
+        self._each_subject = each_subject
+        self._progress = ProgressKeeper(store, settings.worker_id, ports.metrics, ports.health)
+        self._upkeep: list[asyncio.Task[None]] = []
+        self._consumer: WorkerConsumer | None = None
+        self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
+        self._lanes = (Lanes if settings.ordered else UnorderedLanes)(
+            template=ports.template,
+            stream=ports.stream.name,
+            worker_id=settings.worker_id,
+            policy=RetryPolicy(settings.attempts, settings.backoff_s),
+            acks=self._acks,
+            dead_letters=ports.dead_letters,
+            metrics=ports.metrics,
+            each_subject=each_subject,
+        )
+        self._runners = make_runners(
+            self._lanes, ports.handler, timeout_s=settings.handler_timeout_s, threads=settings.handler_threads
+        )
+        self._stop_listening = ports.wire.on_chunk(self._runners.kick)
+
+    @property
+    def consumer_name(self) -> str:
+        """Name of the consumer on the server; empty before the start."""
+        return self._consumer.name if self._consumer else ""
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What is being read."""
+        return self._consumer.subjects if self._consumer else ()
+
+    @property
+    def finished(self) -> int:
+        """Messages handled or dead-lettered."""
+        return self._lanes.finished
+
+    @property
+    def pulling(self) -> bool:
+        """Whether pulls are answered."""
+        return self._consumer is not None and self._consumer.engine.healthy
+
+    @property
+    def started(self) -> bool:
+        """Whether it has begun to read."""
+        return self._consumer is not None
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, partitions: Iterable[PartitionLike], granted: Granted | None = None) -> None:
+        """Take up the consumer with these partitions and begin to read."""
+        ports, settings = self._ports, self.settings
+        progress = await self._progress.load(ports.stream)
+        consumer = WorkerConsumer(
+            ConsumerPorts(ports.api, ports.connection, ports.wire, self._lanes, ports.metrics, ports.health),
+            settings,
+            ports.template,
+            ports.stream,
+            progress,
+            each_subject=self._each_subject,
+        )
+        if granted:
+            self._take(consumer, granted)
+        self._consumer = consumer
+        self._connect_probes(consumer)
+        try:
+            if settings.ordered and ports.stream.retention == "limits":
+                limit = int(settings.backpressure * settings.max_ack_pending)
+                parking = Parking(
+                    self._lanes, ports.api, self.store_progress, ports.metrics, stream=ports.stream.name, limit=limit
+                )
+                self._upkeep.append(watched(parking.run(), "parking", ports.health))
+            await consumer.start(partitions)
+        except BaseException:
+            self._consumer = None
+            await consumer.stop()
+            await self._end_upkeep()
+            raise
+        self._upkeep += [
+            watched(self._keep_alive(), "keep-alive", ports.health),
+            watched(self._keep_progress(), "progress", ports.health),
+        ]
+
+    async def update(self, partitions: Iterable[PartitionLike], granted: Granted | None = None) -> None:
+        """Read exactly these partitions; see `WorkerConsumer.update_worker_consumer`."""
+        assert self._consumer, "the reader has not been started"
+        if granted:
+            self._take(self._consumer, granted)
+        await self._consumer.update_worker_consumer(self.worker_id, partitions)
+
+    def _take(self, consumer: WorkerConsumer, granted: Granted) -> None:
+        self._lanes.fence({partition: grant.fence_token for partition, grant in granted.grants.items()})
+        consumer.grant({p: g.position for p, g in granted.grants.items()}, granted.stream_created)
+
+    def permit(self, until_s: float) -> None:
+        """Allow handlers to be started until then (`time.perf_counter`)."""
+        self._lanes.permit(until_s)
+
+    async def continues(self, store: ProgressStore) -> bool:
+        """Go on under a new lease of the same id; False when somebody else has used the id in between."""
+        return await self._progress.continues(store)
+
+    @property
+    def busy(self) -> Sequence[str]:
+        """Partitions that were let go and whose handler still runs."""
+        return self._lanes.leaving
+
+    @property
+    def released(self) -> Sequence[str]:
+        """Partitions that were let go at some time."""
+        return self._lanes.released
+
+    async def store_progress(self) -> bool:
+        """Store the positions if they changed; True when they are stored."""
+        if not self._consumer:
+            return True
+        try:
+            return await self._progress.save(self._consumer.summarise)
+        except PartiError as error:
+            _log.error("positions not stored", error=str(error))
+            return False
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def stop(self, *, drain: bool = True, store: bool = True) -> bool:
+        """Stop pulling, let running handlers finish, store the positions; True when all of it worked."""
+        clean = True
+        if self._consumer:
+            await self._consumer.stop()
+        if drain:
+            clean = await self._runners.drain(self.settings.drain_timeout_s)
+            await self._settle_dead_letters()
+        await self._runners.stop()
+        self._stop_listening()
+        if not clean:
+            _log.error("handlers still ran at the end; their messages will be delivered again")
+        await self._end_upkeep()
+        if self._consumer and store:
+            self._acks.flush()
+            clean = await self.store_progress() and clean
+        return clean
+
+    async def _settle_dead_letters(self) -> None:
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                await self._lanes.settle_dead_letters()
+        except TimeoutError:
+            self._lanes.cancel_dead_letters()
+
+    async def _end_upkeep(self) -> None:
+        for task in self._upkeep:
+            task.cancel()
+        await asyncio.gather(*self._upkeep, return_exceptions=True)
+        self._upkeep.clear()
+
+    # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_alive(self) -> None:
+        interval_s = self.settings.ack_wait_s / 3
+        while True:
+            await asyncio.sleep(interval_s)
+            self._lanes.keep_alive(interval_s)
+
+    async def _keep_progress(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.progress_interval_s)
+            self._lanes.catch_up()
+            self._lanes.evict()
+            await self.store_progress()
+
+    def _refill(self) -> None:
+        if self._consumer:
+            self._consumer.engine.refill()
+
+    def _connect_probes(self, consumer: WorkerConsumer) -> None:
+        lanes, engine, probe = self._lanes, consumer.engine, self._ports.metrics.set_probe
+        probes: Mapping[str, Callable[[], float]] = {
+            "parti_consumer_inflight": lambda: lanes.held,
+            "parti_lane_depth": lambda: max(0, lanes.held - lanes.running),
+            "parti_lane_count": lambda: lanes.count,
+            "parti_handler_running": lambda: lanes.running,
+            "parti_pull_healthy": lambda: float(engine.healthy),
+            "parti_pull_batch_size": lambda: engine.batch,
+            "parti_pull_credit": lambda: engine.credit,
+        }
+        for name, function in probes.items():
+            probe(name, function)
+
+    def report(self) -> dict[str, Any]:
+        """What a heartbeat says of the reading side."""
+        metrics = self._ports.metrics
+        return {
+            "pulling": self.pulling,
+            "subjects": len(self.subjects),
+            "finished": self.finished,
+            "failures": metrics.handler_failures.total,
+            "dead_letters": metrics.dead_letters.value,
+            "update_failures": metrics.update_failures.value,
+            "updates": metrics.update_duration.count,
+            "updates_skipped": metrics.update_skipped.value,
+        }

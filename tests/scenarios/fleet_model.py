@@ -1,0 +1,283 @@
+"""A model of the fleet around the planner: members, claims, assignments, and what each process really handles.
+
+It does with a decision what the rebalancer does, without a server, and checks every command against what the
+processes are doing. A process counts as handling a partition from the moment that it is given it until the process
+has confirmed that it let go, is away, or its lease has ended: whatever the planner does must be right for the slowest
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import msgspec
+
+from parti.core.planner import (
+    BeginMove,
+    Command,
+    Decision,
+    FleetView,
+    Free,
+    Give,
+    MemberView,
+    Planner,
+    Policy,
+)
+from parti.model.fleet import Claim, HealthRecord, MemberState
+from parti.strategies import Strategy
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass(slots=True)
+class Process:
+    """One incarnation of a worker id."""
+
+    incarnation: int
+    state: MemberState = "active"
+    capacity: int = 500
+    weight: float = 1.0
+    handles: set[str] = field(default_factory=set)
+    unseen: bool = False
+    """Alive, but not among the members that the rebalancer has read so far."""
+    stale_incarnation: int = 0
+    """Set while the rebalancer has read an older record of this id."""
+
+    @property
+    def seen_incarnation(self) -> int:
+        """What the rebalancer takes it for."""
+        return self.stale_incarnation or self.incarnation
+
+
+@dataclass(slots=True)
+class AssignmentModel:
+    """What a worker was last told, and how often that has changed."""
+
+    version: int = 0
+    incarnation: int = 0
+    fences: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has been decided so far."""
+
+    begun: list[tuple[str, str, str]] = field(default_factory=list)
+    """Moves between live workers: partition, from, to."""
+    given: list[Give] = field(default_factory=list)
+
+
+class FleetModel:
+    """Events go in; `step` asks the planner, checks its commands and carries them out."""
+
+    def __init__(self, strategy: Strategy, policy: Policy, partitions: Iterable[str]) -> None:
+        self.strategy = strategy
+        self.policy = policy
+        self.partitions = tuple(partitions)
+        self.loads: dict[str, float] | None = None
+        self.now_s = 0.0
+        self.elected_s = 0.0
+        self.planner: Planner | None = Planner(strategy, policy, elected_s=0.0)
+        self.members: dict[str, Process] = {}
+        self.left: set[str] = set()
+        self.claims: dict[str, Claim] = {}
+        self.health: dict[str, HealthRecord] = {}
+        self.assignments: dict[str, AssignmentModel] = {}
+        self.refused: set[str] = set()
+        """Partitions whose claims cannot be written at the moment."""
+        self.tally = Tally()
+        self._incarnations = 0
+        self._fence = 0
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def join(self, worker: str, *, capacity: int = 500, weight: float = 1.0) -> None:
+        """A process takes the id, whoever held it before; also a restart."""
+        self._incarnations += 1
+        self.members[worker] = Process(self._incarnations, capacity=capacity, weight=weight)
+        self.left.discard(worker)
+
+    def leave(self, worker: str) -> None:
+        """It stopped, and said so."""
+        del self.members[worker]
+        self.left.add(worker)
+
+    def lose(self, worker: str) -> None:
+        """Its lease ended."""
+        del self.members[worker]
+
+    def away(self, worker: str) -> None:
+        """It stopped and will be back under the same id."""
+        self.members[worker].state = "away"
+        self.members[worker].handles.clear()
+
+    def rejoin(self, worker: str) -> None:
+        """A new process holds the id, with the same limits."""
+        before = self.members.get(worker)
+        if before is None:
+            self.join(worker)
+        else:
+            self.join(worker, capacity=before.capacity, weight=before.weight)
+
+    def drain(self, worker: str) -> None:
+        """It wants to give everything away."""
+        self.members[worker].state = "draining"
+
+    def apply(self, worker: str, busy: Iterable[str] = ()) -> None:
+        """It puts its newest assignment in force and says so; the handlers of `busy` still run."""
+        process = self.members[worker]
+        told = self.assignments.get(worker, AssignmentModel())
+        if told.incarnation != process.incarnation:
+            self.health[worker] = HealthRecord(incarnation=process.incarnation, at=EPOCH)
+            return
+        running = (process.handles & set(busy)) - told.fences.keys()
+        process.handles = set(told.fences) | running
+        self.health[worker] = HealthRecord(
+            incarnation=process.incarnation, applied=told.version, busy=tuple(sorted(running)), at=EPOCH
+        )
+
+    def elect(self) -> None:
+        """Another rebalancer takes over; it knows the records and nothing else."""
+        self.elected_s = self.now_s
+        self.planner = Planner(self.strategy, self.policy, elected_s=self.now_s)
+        self.left.clear()
+
+    # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def view(self) -> FleetView:
+        """What the rebalancer sees now."""
+        members = {
+            worker: MemberView(p.seen_incarnation, p.state, p.capacity, p.weight)
+            for worker, p in self.members.items()
+            if not p.unseen
+        }
+        return FleetView(
+            now_s=self.now_s,
+            members=members,
+            partitions=self.partitions,
+            claims=dict(self.claims),
+            health=dict(self.health),
+            left=frozenset(self.left),
+            weights=self.loads,
+        )
+
+    def step(self) -> tuple[Decision, list[Command]]:
+        """Ask once and carry the answer out; returns it with the commands that could not be written."""
+        assert self.planner is not None, "no rebalancer is elected"
+        view = self.view()
+        decision = self.planner.step(view)
+        refused = [c for c in decision.commands if c.partition in self.refused]
+        self._check(view, decision)
+        for command in decision.commands:
+            if command.partition not in self.refused:
+                self._carry_out(command)
+        self._write_assignments()
+        if refused:
+            self.planner.claim_failed([c.partition for c in refused], self.now_s)
+        return decision, refused
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Give(partition, owner, reason):
+                self._fence += 1
+                before = self.claims.get(partition)
+                assert before is None or before.fence_token < self._fence
+                process = self.members[owner]
+                self.claims[partition] = _claim(owner, process.seen_incarnation, self._fence, reason)
+                if process.seen_incarnation == process.incarnation:
+                    process.handles.add(partition)
+                self.tally.given.append(command)
+            case BeginMove(partition, next_owner, reason):
+                claim = self.claims[partition]
+                told = self.assignments.get(claim.owner, AssignmentModel())
+                self.claims[partition] = msgspec.structs.replace(
+                    claim, state="moving", next=next_owner, reason=reason, release_version=told.version + 1
+                )
+                self.tally.begun.append((partition, claim.owner, next_owner))
+            case Free(partition, reason):
+                self.claims[partition] = msgspec.structs.replace(
+                    self.claims[partition], owner="", next="", state="free", reason=reason
+                )
+
+    def _write_assignments(self) -> None:
+        for worker, process in self.members.items():
+            if process.state == "away" or process.unseen:
+                continue
+            fences = {
+                partition: claim.fence_token
+                for partition, claim in self.claims.items()
+                if (claim.owner, claim.incarnation, claim.state) == (worker, process.seen_incarnation, "owned")
+            }
+            told = self.assignments.setdefault(worker, AssignmentModel())
+            if (told.incarnation, told.fences) != (process.seen_incarnation, fences):
+                self.assignments[worker] = AssignmentModel(told.version + 1, process.seen_incarnation, fences)
+
+    # ── what must never happen ────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self, view: FleetView, decision: Decision) -> None:
+        concerned = [c.partition for c in decision.commands]
+        assert len(set(concerned)) == len(concerned), f"two commands for one partition: {decision.commands}"
+        assert decision.wake_at_s is None or decision.wake_at_s > self.now_s, f"wakes in the past: {decision}"
+        for command in decision.commands:
+            match command:
+                case Give():
+                    self._check_give(view, command)
+                case BeginMove():
+                    self._check_begin(view, command)
+                case Free():
+                    self._check_nobody_else_handles(command.partition, None)
+                    assert command.partition not in view.partitions, f"still wanted: {command}"
+
+    def _check_give(self, view: FleetView, give: Give) -> None:
+        assert give.partition in view.partitions, f"not wanted: {give}"
+        assert give.owner in view.members, f"not a member: {give}"
+        claim = view.claims.get(give.partition)
+        if claim is None or claim.state == "free":
+            assert view.members[give.owner].state == "active", f"takes nothing new: {give}"
+            return
+        if claim.owner not in view.members:
+            grace_ends_s = self.elected_s + self.policy.takeover_grace_s
+            assert self.now_s >= grace_ends_s or claim.owner in view.left, f"counted as gone too early: {give}"
+        elif claim.owner != give.owner:
+            assert claim.state == "moving", f"taken from a member without a move: {give}"
+        self._check_nobody_else_handles(give.partition, give.owner)
+
+    def _check_begin(self, view: FleetView, begin: BeginMove) -> None:
+        claim = view.claims[begin.partition]
+        assert claim.state == "owned", f"does not own it: {begin}"
+        assert claim.owner in view.members, f"nobody there to let go: {begin}"
+        if begin.next:
+            assert begin.partition in view.partitions, f"not wanted: {begin}"
+            assert begin.next != claim.owner, f"moves nowhere: {begin}"
+            assert view.members[begin.next].state == "active", f"takes nothing new: {begin}"
+        else:
+            assert begin.partition not in view.partitions, f"still wanted: {begin}"
+
+    def _check_nobody_else_handles(self, partition: str, owner: str | None) -> None:
+        """OneOwner, against what the processes do."""
+        others = [w for w, p in self.members.items() if partition in p.handles and w != owner]
+        assert not others, f"{partition} is given to {owner or 'nobody'} while {others} may be handling it"
+
+    # ── questions ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def owners(self) -> dict[str, list[str]]:
+        """The partitions of each owner; those that nobody owns under an empty name."""
+        found: dict[str, list[str]] = {}
+        for partition in self.partitions:
+            claim = self.claims.get(partition)
+            found.setdefault(claim.owner if claim else "", []).append(partition)
+        return found
+
+
+def _claim(owner: str, incarnation: int, fence_token: int, reason: str) -> Claim:
+    return Claim(
+        owner=owner,
+        incarnation=incarnation,
+        fence_token=fence_token,
+        claimed_at=EPOCH,
+        ttl_seconds=6.0,
+        term=1,
+        reason=reason,
+    )
