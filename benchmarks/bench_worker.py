@@ -180,7 +180,9 @@ async def contender_b0(bench: Bench, name: str) -> float:
 
 async def run_parti(bench: Bench, name: str, *, plain: bool) -> float:
     """parti as users run it: settings by default, but for names and the common MaxAckPending."""
-    app = parti.App(stream=STREAM, subject=TEMPLATE, nats=bench.url, max_ack_pending=bench.max_ack_pending)
+    app = parti.App(
+        stream=STREAM, subject=TEMPLATE, nats=bench.url, max_ack_pending=bench.max_ack_pending, fleet=False
+    )
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     started, got, first = 0.0, 0, 0.0
 

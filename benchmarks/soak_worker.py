@@ -83,7 +83,7 @@ def work(url: str, handled: Synchronized[int], stop: Event) -> None:
 
 
 async def _work(url: str, handled: Synchronized[int], stop: Event) -> None:
-    app = parti.App(stream=STREAM, subject="soak.{partition}")
+    app = parti.App(stream=STREAM, subject="soak.{partition}", fleet=False)
     count = 0
 
     @app.handler

@@ -154,6 +154,14 @@ class Settings(BaseSettings):
     """Shortest time between two rebalances; a lost worker's partitions do not wait for it."""
     hysteresis: float = Field(default=0.1, ge=0, le=1)
     """Imbalance that no partition moves for, as a share of the mean."""
+    system_user: str | None = Field(default=None, min_length=1)
+    """User of the server's system account, whose events tell at once that a process is gone."""
+    system_password: SecretStr | None = None
+    """Password of `system_user`."""
+    system_credentials_file: ExistingFile | None = None
+    """`.creds` file of a user of the system account, instead of `system_user`."""
+    takeover_on_disconnect: bool = False
+    """Give away the partitions of a worker half a second after its connection was closed; needs system events."""
 
     ordered: bool = True
     """Handle each partition's messages one at a time, in stream order."""
@@ -217,7 +225,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_relations(self) -> Settings:
-        problems = [*_connection_problems(self), *_timing_problems(self)]
+        problems = [*_connection_problems(self), *_system_problems(self), *_timing_problems(self)]
         if problems:
             raise _ContradictionError(problems)
         return self
@@ -230,6 +238,24 @@ class Settings(BaseSettings):
         """Yield what repr, str and rich show: every field, without user info in URLs."""
         for name, value in super().__repr_args__():
             yield name, tuple(strip_userinfo(url) for url in value) if name == "nats" else value
+
+    @property
+    def has_system_account(self) -> bool:
+        """Whether there are credentials for the server's system events."""
+        return self.system_user is not None or self.system_credentials_file is not None
+
+    def for_system_account(self) -> Settings:
+        """The same settings with the credentials for the server's system events."""
+        return self.model_copy(
+            update={
+                "user": self.system_user,
+                "password": self.system_password,
+                "credentials_file": self.system_credentials_file,
+                "token": None,
+                "nkey_seed_file": None,
+                "nats": tuple(strip_userinfo(url) for url in self.nats),
+            }
+        )
 
     @property
     def connection_summary(self) -> str:
@@ -302,6 +328,22 @@ def _connection_problems(s: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
     if (s.tls_cert is None) != (s.tls_key is None):
         values = f"tls_cert={_text(s.tls_cert)} and tls_key={_text(s.tls_key)}"
         yield f"{values} belong together; set both or neither", ("tls_cert", "tls_key")
+
+
+def _system_problems(s: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if (s.system_user is None) != (s.system_password is None):
+        yield "system_user and system_password belong together; set both or neither", ("system_user",)
+    if s.system_user is not None and s.system_credentials_file is not None:
+        yield (
+            "system_user and system_credentials_file are both set; keep one of them",
+            ("system_user", "system_credentials_file"),
+        )
+    if s.takeover_on_disconnect and not s.has_system_account:
+        yield (
+            "takeover_on_disconnect needs the server's system events; set system_user and system_password, or "
+            "system_credentials_file",
+            ("takeover_on_disconnect",),
+        )
 
 
 def _text(value: object) -> str:

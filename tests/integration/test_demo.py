@@ -115,21 +115,21 @@ def test_a_terminal_sees_progress_bars(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*COMMAND, "--messages", "200000"],
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout
-    while not process.stdout.readline().startswith("traffic"):
-        assert process.poll() is None
-    started = offspring(process)
-    assert len(started) >= 2
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=PATIENCE_S)
+    ) as process:
+        assert process.stdout
+        while not process.stdout.readline().startswith("traffic"):
+            assert process.poll() is None
+        started = offspring(process)
+        assert len(started) >= 2
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "interrupted" in output
     assert errors == ""

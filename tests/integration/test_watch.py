@@ -176,6 +176,14 @@ async def test_an_empty_bucket_is_known_at_once(kit: Kit, party: Party) -> None:
         assert (seen.reports, seen.synced) == ([], 1)
 
 
+@pytest.mark.parametrize("operation", ["DEL", "PURGE"])
+async def test_the_payload_of_a_removal_is_no_value(kit: Kit, party: Party, operation: str) -> None:
+    async with watching(kit.url, party.bucket.name) as (_, seen, _):
+        subject = f"$KV.{party.bucket.name}.ids.w0"
+        revision = await party.api.publish(subject, b"by whom", headers={"KV-Operation": operation})
+        await eventually(lambda: seen.reports == [("ids.w0", Entry(b"", revision))])
+
+
 async def test_an_expired_key_is_reported_with_the_revision_of_its_marker(kit: Kit, party: Party) -> None:
     async with watching(kit.url, party.bucket.name) as (_, seen, _):
         written = await party.put("ids.w0", "lease", ttl_s=1.0)
@@ -213,9 +221,11 @@ async def test_a_whole_state_without_changes_is_silent(kit: Kit, party: Party) -
     await party.fill("ids.w", 20)
     await party.delete("ids.w3")
     async with watching(kit.url, party.bucket.name, resync_s=0.1) as (watch, seen, _):
+        tasks = len(asyncio.all_tasks())
         for _ in range(5):
             await watch.resync()
             assert watch.healthy
+        assert len(asyncio.all_tasks()) == tasks, "each subscription of nats-py is a task"
         asked_for = seen.synced
         await eventually(lambda: seen.synced >= asked_for + 3)
         assert (len(seen.reports), watch.last_error) == (20, "")
@@ -228,13 +238,13 @@ async def test_changed_patterns_are_reported_and_those_given_up_forgotten(kit: K
     async with watching(kit.url, party.bucket.name) as (watch, seen, _):
         await watch.set_keys(["leader.*", "claims.>"])
         assert [key for key, _ in seen.reports[2:]] == ["claims.p0"]
-        await party.put("ids.w0", "b")
+        await party.put("ids.w1", "b")
         await party.put("claims.p0", "b")
         await eventually(lambda: seen.state["claims.p0"] == b"b")
         assert len(seen.reports) == 4
         assert len(await party.consumers()) == 1
         await watch.set_keys(["ids.>"])
-        assert seen.reports[4:] == [("ids.w0", Entry(b"b", seen.reports[-1][1].revision))]
+        assert [(key, entry.value) for key, entry in seen.reports[4:]] == [("ids.w0", b"a"), ("ids.w1", b"b")]
 
 
 async def test_a_callback_that_raises_does_not_end_the_watch(kit: Kit, party: Party) -> None:

@@ -202,17 +202,17 @@ class FleetModel:
                 )
 
     def _write_assignments(self) -> None:
-        for worker, process in self.members.items():
-            if process.state == "away" or process.unseen:
+        told = {w: dict[str, int]() for w, p in self.members.items() if p.state != "away" and not p.unseen}
+        for partition, claim in self.claims.items():
+            if claim.owner not in told or claim.state != "owned":
                 continue
-            fences = {
-                partition: claim.fence_token
-                for partition, claim in self.claims.items()
-                if (claim.owner, claim.incarnation, claim.state) == (worker, process.seen_incarnation, "owned")
-            }
-            told = self.assignments.setdefault(worker, AssignmentModel())
-            if (told.incarnation, told.fences) != (process.seen_incarnation, fences):
-                self.assignments[worker] = AssignmentModel(told.version + 1, process.seen_incarnation, fences)
+            if claim.incarnation == self.members[claim.owner].seen_incarnation:
+                told[claim.owner][partition] = claim.fence_token
+        for worker, fences in told.items():
+            before = self.assignments.setdefault(worker, AssignmentModel())
+            incarnation = self.members[worker].seen_incarnation
+            if (before.incarnation, before.fences) != (incarnation, fences):
+                self.assignments[worker] = AssignmentModel(before.version + 1, incarnation, fences)
 
     # ── what must never happen ────────────────────────────────────────────────────────────────────────────────
 

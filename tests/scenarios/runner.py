@@ -11,7 +11,8 @@
 
 Between events the planner is called when it asked to be (`wake_at_s`), and never without a reason: a decision that
 nobody wakes it for is missed here. It is called again as long as it has commands. Each command is a line, and so is
-each change of the fleet's state or its reason. Events:
+each change of the fleet's state or its reason. `at 5.0 unnoticed …` is an event that nobody looks at before the next
+one. Events:
 
     join W… [capacity=N] [weight=X]   these joined
     leave W…, lose W…                 stopped and said so; the lease ended
@@ -58,6 +59,8 @@ class Event:
     verb: str
     words: list[str]
     source: str
+    noticed: bool = True
+    """Whether the planner is asked after it."""
     expected: list[str] = field(default_factory=list)
 
 
@@ -107,7 +110,9 @@ def _read_line(scenario: Scenario, line: str) -> None:
         place.append(text.removeprefix("->").strip())
     elif text.startswith("at "):
         _, at, verb, *words = text.split()
-        scenario.events.append(Event(float(at), verb, words, line.rstrip()))
+        noticed = verb != "unnoticed"
+        verb, words = (verb, words) if noticed else (words[0], words[1:])
+        scenario.events.append(Event(float(at), verb, words, line.rstrip(), noticed))
     elif not text or text.startswith("#"):
         if scenario.events:
             raise ValueError("remarks and empty lines belong before the first event")
@@ -216,7 +221,7 @@ class Run:
                 raise ValueError(f"{event.source!r} is earlier than the one before")
             self.fleet.now_s = event.at_s
             outcome = self._happen(event)
-            outcome += self._look(self._scenario.prompt)
+            outcome += self._look(self._scenario.prompt) if event.noticed else []
             outcome += self._advance(min(until_s, event.at_s + _QUIET_S), self._scenario.prompt)
             outcomes.append(outcome)
         return outcomes

@@ -237,6 +237,12 @@ def test_sticky_lets_the_ones_with_more_keep_the_larger_quota() -> None:
     assert minimum_moves(SIXTEEN[:5], fleet(2), previous) == 0
 
 
+def test_sticky_lets_the_one_with_most_keep_the_only_larger_quota() -> None:
+    previous = dict.fromkeys(SIXTEEN[:3], "worker-0") | dict.fromkeys(SIXTEEN[3:7], "worker-1")
+    assignment = strategy_named("sticky").assign(SIXTEEN[:7], fleet(3), previous)
+    assert by_worker(assignment) == {"worker-0": ["0", "1"], "worker-1": ["3", "4", "5"], "worker-2": ["2", "6"]}
+
+
 def test_sticky_shares_by_weight_with_the_largest_remainder() -> None:
     workers = [Slot("worker-0", weight=1), Slot("worker-1", weight=2), Slot("worker-2", weight=4)]
     assignment = strategy_named("sticky").assign(SIXTEEN, workers, {})
@@ -291,6 +297,15 @@ def test_a_fleet_that_lost_its_memory_finds_most_places_again() -> None:
     before = hashed.assign(HUNDREDS, fleet(10), {})
     anew = hashed.assign(HUNDREDS, fleet(9), {})
     assert len(moved(before, anew, fleet(9))) <= 0.15 * len(HUNDREDS)
+
+
+@pytest.mark.parametrize("crowded", ["worker-0", "worker-1", "worker-2"])
+def test_a_crowded_worker_gives_away_what_is_not_at_home_there(crowded: str) -> None:
+    hashed = strategy_named("hash")
+    at_home = {p for p in HUNDREDS if hashed.assign([p], fleet(3), {}) == {p: crowded}}
+    after = hashed.assign(HUNDREDS, fleet(3), dict.fromkeys(HUNDREDS, crowded))
+    kept = {p for p, worker in after.items() if worker == crowded}
+    assert len(kept & at_home) == min(len(kept), len(at_home))
 
 
 def test_hash_shares_by_weight() -> None:

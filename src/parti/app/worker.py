@@ -13,10 +13,11 @@ from parti.coordination.hooks import Hooks
 from parti.coordination.manager import FleetParts, Manager
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
 from parti.core.planner import FleetState
-from parti.errors import ConfigError, NotFound, ServerTooOld, StreamNotFound, SubjectMismatch
+from parti.errors import ConfigError, NotFound, PermissionDenied, ServerTooOld, StreamNotFound, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.kv import Bucket
+from parti.jetstream.micro import MicroService, ServiceStats
 from parti.jetstream.streams import ensure_mapped_stream
 from parti.jetstream.wire import Wire
 from parti.model.partition import Partition, PartitionLike, Template
@@ -25,6 +26,7 @@ from parti.strategies.interface import Strategy
 from parti.telemetry.health import Health
 from parti.telemetry.http import MetricsServer
 from parti.telemetry.metrics import Metrics
+from parti.version import __version__
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.reader import Reader, ReaderPorts
 from parti.worker.runners import Handler
@@ -68,6 +70,7 @@ class Worker:
         self._hooks = hooks or Hooks()
         self._connection: Connection | None = None
         self._server: MetricsServer | None = None
+        self._service: MicroService | None = None
         self._solo: Reader | None = None
         self._fleet: FleetReading | None = None
 
@@ -88,7 +91,7 @@ class Worker:
         connection = await Connection.open(settings, name=f"{settings.prefix}-{settings.worker_id or 'worker'}")
         self._connection = connection
         connection.on_state(self._on_state)
-        connection.on_permission_denied(lambda denied: self.health.raise_signal("permissions", str(denied)))
+        connection.on_permission_denied(self._on_denied)
         self.metrics.connection_state.set(connection.state.value)
         _check_version(connection)
         api = JetStreamApi(connection)
@@ -123,10 +126,19 @@ class Worker:
         if settings.metrics_port is not None:
             self._server = MetricsServer(self.metrics, self.health, settings.metrics_host, settings.metrics_port)
             self._server.start()
+        self._service = MicroService(
+            connection,
+            version=__version__,
+            description=f"handles {job.template.text} of stream {job.stream}",
+            subject=job.template.pattern,
+            metadata=self._describe,
+            stats=self._statistics,
+        )
         if settings.fleet:
-            await self._join(ports)
+            await self._join(ports, self._service.id)
         else:
             await self._go_alone(ports, bucket, partitions)
+        await self._service.start()
 
     async def _check_partitions(self, api: JetStreamApi, bucket: Bucket, stream: StreamInfo) -> Sequence[Partition]:
         """Read the source once, so that what is wrong with it is said at the start."""
@@ -154,7 +166,7 @@ class Worker:
         self._solo = Reader(ports, settings, bucket, each_subject=every)
         await self._solo.start(partitions)
 
-    async def _join(self, ports: ReaderPorts) -> None:
+    async def _join(self, ports: ReaderPorts, service: str) -> None:
         job = self._job
         if ports.stream.retention != "limits":
             raise ConfigError(
@@ -174,7 +186,7 @@ class Worker:
             self.metrics,
             self.health,
         )
-        self.manager = manager = Manager(parts, self._fleet, self._hooks)
+        self.manager = manager = Manager(parts, self._fleet, self._hooks, service=service)
         await manager.start()
 
     def announce(self) -> None:
@@ -236,6 +248,8 @@ class Worker:
         return clean
 
     async def _close(self) -> None:
+        if self._service:
+            await self._service.stop()
         if self._server:
             self._server.stop()
         if self._connection:
@@ -244,6 +258,31 @@ class Worker:
     @property
     def _reader(self) -> Reader | None:
         return self._fleet.reader if self._fleet else self._solo
+
+    def _on_denied(self, denied: PermissionDenied) -> None:
+        if denied.subject.startswith("$SRV."):
+            _log.warning("this worker is not shown by `nats micro`", reason=str(denied))
+        else:
+            self.health.raise_signal("permissions", str(denied))
+
+    def _describe(self) -> dict[str, str]:
+        return {
+            "worker": self.worker_id,
+            "prefix": self.settings.prefix,
+            "stream": self._job.stream,
+            "state": self.state.value,
+            "partitions": str(len(self._reader.subjects) if self._reader else 0),
+        }
+
+    def _statistics(self) -> ServiceStats:
+        report = self._reader.report() if self._reader else {}
+        return ServiceStats(
+            finished=self.finished,
+            errors=report.get("failures", 0),
+            last_error=next(iter(self.health.reasons.values()), ""),
+            processing_time_s=self.metrics.handler_latency.sum,
+            data={"worker": self.worker_id, "state": self.state.value, **report},
+        )
 
     def _on_state(self, state: ConnectionState, reason: str) -> None:
         self.metrics.connection_state.set(state.value)

@@ -144,9 +144,9 @@ def listed(names: Collection[str], most: int = 5) -> str:
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
-def no_such_worker(name: str, known: Collection[str]) -> ConfigError:
+def no_such_worker(name: str, workers: Collection[str], identities: Collection[str] = ()) -> ConfigError:
     """The error for a name that no worker has."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, [*workers, *identities], n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""
-    here = f"workers here: {listed(known, 10)}" if known else "no worker is running here"
+    here = f"workers here: {listed(workers, 10)}" if workers else "no worker is running here"
     return ConfigError(f"there is no worker {name!r}; {hint}{here}")

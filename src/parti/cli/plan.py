@@ -35,6 +35,8 @@ from parti.errors import ConfigError
 from parti.strategies import STRATEGY_NAMES, natural_key, natural_order, strategy_named
 
 _FIRST = 20
+"""Lines of each table without --all."""
+_SOON_S = 0.5
 
 
 def plan(
@@ -139,13 +141,15 @@ def _sentence(change: Change, outlook: Outlook, settings: Settings) -> str:
     moved, given = outlook.count("moved"), outlook.count("given")
     said = []
     if moved:
+        said.append(f"{_share(moved, outlook)} would move between live workers, {_against(moved, outlook)}")
         window_s = min(m.after_s for m in outlook.moves if m.kind == "moved")
-        when = f" {window_s:g} s after the last join or leave" if window_s else ""
-        said.append(f"{_share(moved, outlook)} would move between live workers{when}, {_against(moved, outlook)}")
+        if window_s >= _SOON_S and supposed:
+            said[-1] += f", once nobody has joined or left for {window_s:g} s"
     if given:
         said.append(f"{_share(given, outlook)} without a live owner would be given to others at once")
     if outlook.unowned:
-        said.append(f"{_share(len(outlook.unowned), outlook)} would have no owner: {outlook.reason}")
+        why = "no worker would be left" if outlook.state is FleetState.WAITING else "every worker would be full"
+        said.append(f"{_share(len(outlook.unowned), outlook)} would have no owner: {why}")
     if kept := outlook.count("kept"):
         said.append(f"{count(kept, 'partition')} would stay with a worker id that is held again")
     if not said and outlook.minimum:
@@ -164,12 +168,14 @@ def _supposed(change: Change) -> str:
 
 
 def _share(number: int, outlook: Outlook) -> str:
-    return f"{number:,} of {count(outlook.partitions, 'partition')} ({number / outlook.partitions:.0%})"
+    return f"{number:,} of {count(outlook.partitions, 'partition')} ({_percent(number, outlook)})"
 
 
 def _against(moved: int, outlook: Outlook) -> str:
     if moved <= outlook.minimum:
-        return "which is the least possible" if moved == outlook.minimum else "fewer than even shares would take"
+        return (
+            "the least possible" if moved == outlook.minimum else f"fewer than even shares take ({outlook.minimum:,})"
+        )
     return f"where {outlook.minimum:,} would do for even shares"
 
 
@@ -199,8 +205,9 @@ def _print(console: Console, answer: Answer, *, everything: bool) -> None:
     facts.add_row("strategy", answer.strategy)
     facts.add_row("partitions", f"{outlook.partitions:,}")
     if outlook.partitions:
-        facts.add_row("moves", f"{_percent(outlook.count('moved'), outlook)}, least possible {outlook.minimum:,}")
-        facts.add_row("given away", f"{_percent(outlook.count('given'), outlook)}, had no live owner")
+        facts.add_row("moves", _moves_text(outlook))
+    if given := outlook.count("given"):
+        facts.add_row("given away", f"{given:,} ({_percent(given, outlook)}), their owner is gone")
     if begun := outlook.count("begun"):
         facts.add_row("under way", f"{begun:,}, on the move already")
     if outlook.unowned:
@@ -214,42 +221,52 @@ def _print(console: Console, answer: Answer, *, everything: bool) -> None:
     console.print(answer.summary, style="bold red" if outlook.unowned else "green" if not outlook.moves else "")
 
 
+def _moves_text(outlook: Outlook) -> str:
+    moved = outlook.count("moved")
+    share = f" ({_percent(moved, outlook)})" if moved else ""
+    return f"{moved:,}{share}, least possible {outlook.minimum:,}"
+
+
 def _percent(number: int, outlook: Outlook) -> str:
-    return f"{number:,} ({number / outlook.partitions:.1%})" if number else "0"
+    return f"{round(100 * number / outlook.partitions, 1):g} %"
 
 
 def _print_workers(console: Console, answer: Answer, *, everything: bool) -> None:
-    rows = _workers(answer)
-    shown = [row for row in rows if everything or row["gets"] or row["gives"] or row["change"]]
-    if shown:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("worker", no_wrap=True)
-        for title in ("owns", "gets", "gives", "then"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column()
-        for row in shown:
-            numbers = (f"{row[key]:,}" for key in ("owns", "gets", "gives", "then"))
-            table.add_row(Text(row["worker"]), *numbers, Text(row["change"], style="yellow"))
-        console.print(table)
-        if unchanged := len(rows) - len(shown):
-            console.print(f"… and {count(unchanged, 'worker')} without a change (--all)", style="dim")
-        console.print()
+    rows = sorted(_workers(answer), key=lambda row: not row["change"])
+    changed = [row for row in rows if row["gets"] or row["gives"] or row["change"]]
+    shown = rows if everything else changed[:_FIRST]
+    if not shown:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("worker", no_wrap=True)
+    for title in ("owns", "gets", "gives", "then"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column()
+    for row in shown:
+        numbers = (f"{row[key]:,}" for key in ("owns", "gets", "gives", "then"))
+        table.add_row(Text(row["worker"]), *numbers, Text(row["change"], style="yellow"))
+    console.print(table)
+    if not everything and len(rows) > len(shown):
+        more, same = len(changed) - len(shown), len(rows) - len(changed)
+        text = ", ".join([f"{count(more, 'more worker')}"] * bool(more) + [f"{same:,} without a change"] * bool(same))
+        console.print(f"… and {text} (--all)", style="dim")
+    console.print()
 
 
 def _workers(answer: Answer) -> list[dict[str, Any]]:
     """What each worker gets and gives away, those that are gone included."""
     outlook, change = answer.outlook, answer.change
-    moves = [move for move in outlook.moves if move.source != move.target]
-    gets, gives = Counter(m.target for m in moves), Counter(m.source for m in moves)
-    names = natural_order([*outlook.before, *outlook.after, *change.joins, *change.leaves])
+    gets = Counter(move.target for move in outlook.moves if move.source != move.target)
+    before, after = outlook.before, outlook.after
+    names = natural_order([*before, *after, *change.joins, *change.leaves])
     return [
         {
             "worker": name,
             "change": "joins" if name in change.joins else "leaves" if name in change.leaves else "",
-            "owns": outlook.before.get(name, 0),
+            "owns": before.get(name, 0),
             "gets": gets[name],
-            "gives": gives[name],
-            "then": outlook.after.get(name, 0),
+            "gives": before.get(name, 0) + gets[name] - after.get(name, 0),
+            "then": after.get(name, 0),
         }
         for name in names
     ]
@@ -268,7 +285,7 @@ def _print_moves(console: Console, moves: Sequence[Move], *, everything: bool) -
         table.add_row(*(Text(cell) for cell in (move.partition, move.source or "nobody", move.target, _why(move))))
     console.print(table)
     if not everything and len(moves) > _FIRST:
-        console.print(f"… and {count(len(moves) - _FIRST, 'more partition')} (--all)", style="dim")
+        console.print(f"… and {count(len(moves) - _FIRST, 'more move')} (--all)", style="dim")
     console.print()
 
 

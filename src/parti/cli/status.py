@@ -30,7 +30,7 @@ from parti.cli.control import (
     span,
     timestamp,
 )
-from parti.cli.workers import COLUMNS, WorkerRow, worker_rows, worker_table
+from parti.cli.workers import WorkerRow, worker_rows, worker_table
 from parti.config import Settings
 from parti.coordination.records import Records
 from parti.core.fleet_report import FleetReport
@@ -39,26 +39,29 @@ from parti.errors import ConfigError
 from parti.jetstream.kv import Entry
 from parti.model.fleet import LeaderRecord
 
-_SHOWN = frozenset(
-    {
+_BY_WEIGHT = (
+    *(
         "worker",
         "state",
-        "identity",
-        "host:pid",
-        "version",
         "owns",
         "moving",
-        "capacity",
-        "finished",
+        "msg/s",
         "failures",
         "heartbeat",
-        "problems",
-    }
+        "finished",
+        "capacity",
+        "host:pid",
+        "identity",
+    ),
+    *("version", "problems"),
 )
+"""The columns, the most important ones first."""
 _PASSING = frozenset({FleetState.WAITING, FleetState.SCALING, FleetState.REBALANCING, FleetState.EMERGENCY})
 """States of a rebalancer that is at work."""
-_AROUND_TABLE = 9
-"""Lines of the screen that are not rows of the table."""
+_OTHER_LINES = 5
+"""Titles of the table, two empty lines, the count of workers left out, and the prompt that follows."""
+_SAID = 5
+"""Problems that a sentence names."""
 _LATE_S = 3.0
 _DRAW_S = 0.25
 _REDRAW_S = 1.0
@@ -156,25 +159,40 @@ def take_picture(place: str, records: Records) -> Picture:
 
 
 def _judge(records: Records, report: FleetReport, rows: Sequence[WorkerRow], partitions: Counter[str]) -> Verdict:
-    problems, notes = tuple(_problems(records, report)), tuple(_notes(records, report, rows, partitions))
+    problems, notes = tuple(_problems(records, report, rows)), tuple(_notes(records, report, rows, partitions))
     if problems:
-        return Verdict(problems, notes, f"Look at this: {'; '.join(problems)}.")
+        return Verdict(problems, notes, f"Look at this: {_in_short(problems)}.")
     there = f"{count(report.partitions, 'partition')} on {count(len(records.members), 'worker')}"
     if notes:
-        return Verdict(problems, notes, f"Nothing is wrong ({there}), but note: {'; '.join(notes)}.")
+        return Verdict(problems, notes, f"Nothing is wrong ({there}), but note: {_in_short(notes)}.")
     return Verdict(problems, notes, f"All is well: {there}, each with one owner.")
 
 
-def _problems(records: Records, report: FleetReport) -> Iterator[str]:
+def _in_short(sentences: Sequence[str]) -> str:
+    more = [f"and {len(sentences) - _SAID:,} more, see --json"] if len(sentences) > _SAID else []
+    return "; ".join([*sentences[:_SAID], *more])
+
+
+def _problems(records: Records, report: FleetReport, rows: Sequence[WorkerRow]) -> Iterator[str]:
+    leader = report.leader
     if not records.members:
         yield "no worker is running; start one with 'parti worker MODULE:APP'"
-    for problem in report.problems:
-        if records.members or problem != "there is no rebalancer":
-            yield problem
-    if report.leader and report.leader.state == FleetState.DEGRADED:
-        yield f"the rebalancer says: {report.leader.reason}"
+    elif leader is None:
+        yield "there is no rebalancer"
+    if report.unowned:
+        yield f"{count(len(report.unowned), 'partition')} without a live owner"
+    if leader and leader.state == FleetState.DEGRADED:
+        yield f"the rebalancer says: {leader.reason}"
+    ailing: dict[str, list[str]] = {}
+    for row in rows:
+        for problem in row.problems:
+            ailing.setdefault(problem, []).append(row.worker)
+    for problem, names in ailing.items():
+        # In a degraded fleet each worker repeats what the rebalancer says.
+        if not leader or problem != f"{FleetState.DEGRADED}: {leader.reason}":
+            yield f"{listed(names, 3)}: {problem}"
     if records.unreadable:
-        yield f"{count(records.unreadable, 'record')} cannot be read: was it written by another version of parti?"
+        yield f"{count(records.unreadable, 'record')} cannot be read: is another version of parti at work?"
 
 
 def _notes(
@@ -220,23 +238,31 @@ def _skewed(row: WorkerRow) -> bool:
 
 def draw(picture: Picture, console: Console, *, fit: bool) -> RenderableType:
     """The whole screen; with `fit` no more workers than there is room for, those with trouble first."""
+    head, foot = _head(picture), _foot(picture.verdict)
     rows = list(picture.rows)
-    room = max(3, console.height - _AROUND_TABLE)
-    hidden = 0
-    if fit and len(rows) > room:
+    around = sum(len(console.render_lines(part)) for part in (head, foot))
+    room = max(3, console.height - around - _OTHER_LINES)
+    hidden = max(0, len(rows) - room) if fit else 0
+    if hidden:
         rows.sort(key=_is_calm)
-        hidden = len(rows) - room
         del rows[room:]
-    table, _ = worker_table(rows, [c for c in COLUMNS if c.title in _SHOWN], console.width)
-    parts: list[RenderableType] = [_head(picture), Text()]
+    parts: list[RenderableType] = [head, Text()]
     if rows:
-        parts.append(table)
-        if hidden:
-            parts.append(Text(f"… and {count(hidden, 'more worker')} ('parti workers' lists all)", style="dim"))
+        parts.append(worker_table(rows, _BY_WEIGHT, console.width)[0])
+    if hidden:
+        parts.append(Text(f"… and {count(hidden, 'more worker')} ('parti workers' lists all)", style="dim"))
+    if rows:
         parts.append(Text())
-    verdict = picture.verdict
-    style = "bold red" if verdict.problems else "yellow" if verdict.notes else "green"
-    return Group(*parts, Text(verdict.summary, style=style))
+    return Group(*parts, foot)
+
+
+def _foot(verdict: Verdict) -> Text:
+    foot = Text()
+    if verdict.problems and verdict.notes:
+        foot.append(f"Note: {_in_short(verdict.notes)}.\n", style="yellow")
+    return foot.append(
+        verdict.summary, style="bold red" if verdict.problems else "yellow" if verdict.notes else "green"
+    )
 
 
 def _is_calm(row: WorkerRow) -> bool:
@@ -250,7 +276,7 @@ def _head(picture: Picture) -> Table:
     head.add_row("fleet", f"{picture.place}, {timestamp(picture.at)[:19].replace('T', ' ')} UTC")
     leader = picture.report.leader
     head.add_row("rebalancer", _leader_text(leader, picture.at) if leader else Text("none", style="bold red"))
-    states = Counter(row.state for row in picture.rows)
+    states = Counter(row.shown_state for row in picture.rows)
     by_state = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
     head.add_row("workers", f"{len(picture.rows):,}{': ' + by_state if by_state else ''}")
     owned, moving, waiting, unowned = (picture.partitions[k] for k in ("owned", "moving", "waiting", "unowned"))
@@ -269,7 +295,7 @@ def _leader_text(leader: LeaderRecord, now: datetime) -> Text:
     text = Text(f"{leader.holder}, term {leader.term}, since {since}: ")
     style = "green" if leader.state == FleetState.STABLE else "yellow"
     text.append(leader.state or "elected", style="bold red" if leader.state == FleetState.DEGRADED else style)
-    if leader.reason:
+    if leader.reason and leader.state != FleetState.STABLE:  # which says what stands below anyway
         text.append(f", {leader.reason}")
     return text
 
@@ -353,6 +379,7 @@ def _row_json(row: WorkerRow) -> dict[str, Any]:
         "coming": report.coming,
         "capacity": member.capacity if member else None,
         "finished": health.finished if health else None,
+        "rate": health.rate if health else None,
         "failures": health.failures if health else None,
         "heartbeat_age_s": row.heartbeat_age_s,
         "problems": list(row.problems),

@@ -112,9 +112,14 @@ class WorkerRow:
         return self.report.health.problems if self.report.health else ()
 
     @property
+    def shown_state(self) -> str:
+        """Its state as people see it: what ails a worker is more than what it does."""
+        return "unhealthy" if self.problems and self.state not in {"gone", "degraded"} else self.state
+
+    @property
     def style(self) -> str:
         """Colour of its state."""
-        if self.state == "gone" or self.problems:
+        if self.shown_state in {"gone", "degraded", "unhealthy"}:
             return "bold red"
         return "green" if self.state == "stable" else "yellow"
 
@@ -141,8 +146,8 @@ def _find(name: str, rows: Sequence[WorkerRow], records: Records) -> WorkerRow:
     if said := records.health.get(name):
         ago = span((datetime.now(UTC) - said.at).total_seconds())
         raise ConfigError(f"worker {name!r} is gone and owns nothing; its last heartbeat was {ago} ago")
-    known = [row.worker for row in rows]
-    raise no_such_worker(name, [*known, *(m.identity for m in records.members.values() if m.identity)])
+    identities = [member.identity for member in records.members.values() if member.identity]
+    raise no_such_worker(name, [row.worker for row in rows], identities)
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,8 +159,6 @@ class Column:
 
     title: str
     cell: Callable[[WorkerRow], str]
-    rank: int
-    """Columns with high ranks are left out first when there is no room."""
     right: bool = False
 
 
@@ -188,53 +191,79 @@ def _pulling(row: WorkerRow) -> str:
     return "" if row.report.health is None else "yes" if row.report.health.pulling else "no"
 
 
+def _rate(row: WorkerRow) -> str:
+    return f"{row.report.health.rate:,.0f}" if row.report.health else ""
+
+
 def _busy(row: WorkerRow) -> str:
     busy = row.report.health.busy if row.report.health else ()
     return str(len(busy)) if busy else ""
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column("worker", lambda row: row.worker, 0),
-    Column("state", lambda row: row.state, 0),
-    Column("leads", lambda row: ", ".join(row.roles), 11),
-    Column("owns", lambda row: f"{row.report.owned:,}", 0, right=True),
-    Column("moving", _changing, 1, right=True),
-    Column("capacity", _leased(lambda m: f"{m.capacity:,}"), 5, right=True),
-    Column("weight", _leased(lambda m: f"{m.weight:g}"), 13, right=True),
-    Column("subjects", _said("subjects"), 16, right=True),
-    Column("pulling", _pulling, 12),
-    Column("applied", _said("applied"), 14, right=True),
-    Column("busy", _busy, 10, right=True),
-    Column("finished", _said("finished"), 2, right=True),
-    Column("failures", _said("failures"), 3, right=True),
-    Column("dead letters", _said("dead_letters"), 9, right=True),
-    Column("updates", _said("updates"), 17, right=True),
-    Column("skipped", _said("updates_skipped"), 18, right=True),
-    Column("failing", _said("update_failures"), 15, right=True),
-    Column("heartbeat", _heartbeat, 4, right=True),
-    Column("lease", _leased(lambda m: span(m.ttl_seconds)), 20, right=True),
-    Column("started", _age, 13, right=True),
-    Column("host:pid", _leased(lambda m: f"{m.host}:{m.pid}"), 6),
-    Column("identity", _leased(lambda m: m.identity), 7),
-    Column("version", _leased(lambda m: m.version), 8),
-    Column("incarnation", _leased(lambda m: str(m.incarnation)), 19, right=True),
-    Column("service", _leased(lambda m: m.service), 21),
-    Column("client", _leased(lambda m: m.client), 22),
-    Column("problems", lambda row: "; ".join(row.problems), 23),
+    Column("worker", lambda row: row.worker),
+    Column("state", lambda row: row.shown_state),
+    Column("leads", lambda row: ", ".join(row.roles)),
+    Column("owns", lambda row: f"{row.report.owned:,}", right=True),
+    Column("moving", _changing, right=True),
+    Column("capacity", _leased(lambda m: f"{m.capacity:,}"), right=True),
+    Column("weight", _leased(lambda m: f"{m.weight:g}"), right=True),
+    Column("subjects", _said("subjects"), right=True),
+    Column("pulling", _pulling),
+    Column("applied", _said("applied"), right=True),
+    Column("busy", _busy, right=True),
+    Column("finished", _said("finished"), right=True),
+    Column("msg/s", _rate, right=True),
+    Column("failures", _said("failures"), right=True),
+    Column("dead letters", _said("dead_letters"), right=True),
+    Column("updates", _said("updates"), right=True),
+    Column("skipped", _said("updates_skipped"), right=True),
+    Column("failing", _said("update_failures"), right=True),
+    Column("heartbeat", _heartbeat, right=True),
+    Column("lease", _leased(lambda m: span(m.ttl_seconds)), right=True),
+    Column("started", _age, right=True),
+    Column("host:pid", _leased(lambda m: f"{m.host}:{m.pid}")),
+    Column("identity", _leased(lambda m: m.identity)),
+    Column("version", _leased(lambda m: m.version)),
+    Column("incarnation", _leased(lambda m: str(m.incarnation)), right=True),
+    Column("service", _leased(lambda m: m.service)),
+    Column("client", _leased(lambda m: m.client)),
+    Column("problems", lambda row: "; ".join(row.problems)),
 )
+_BY_WEIGHT = (
+    *("worker", "state", "owns", "moving", "leads", "host:pid", "identity", "version", "started", "capacity"),
+    *(
+        "heartbeat",
+        "pulling",
+        "finished",
+        "msg/s",
+        "failures",
+        "dead letters",
+        "busy",
+        "applied",
+        "subjects",
+        "weight",
+    ),
+    *("failing", "updates", "skipped", "lease", "incarnation", "service", "client", "problems"),
+)
+"""Every column, the most important ones first."""
 
 
-def worker_table(rows: Sequence[WorkerRow], columns: Sequence[Column], width: int) -> tuple[Table, list[str]]:
-    """A table of the columns that have something to say and fit, and the titles of those that did not fit."""
-    told = [column for column in columns if any(column.cell(row) for row in rows)]
-    shown = list(told)
+def worker_table(rows: Sequence[WorkerRow], titles: Sequence[str], width: int) -> tuple[Table, list[str]]:
+    """A table of the columns that have something to say and fit, and the titles of those that did not fit.
+
+    `titles` names the columns, the most important ones first.
+    """
+    told = [column for column in COLUMNS if column.title in titles and any(column.cell(row) for row in rows)]
+    shown = sorted(told, key=lambda column: titles.index(column.title))
     while len(shown) > 1 and sum(_width(column, rows) + 2 for column in shown) - 2 > width:
-        shown.remove(max(shown, key=lambda column: column.rank))
+        shown.pop()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in shown:
+    columns = [column for column in told if column in shown]
+    for column in columns:
         table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(*(Text(c.cell(row), style=row.style if c.title == "state" else "") for c in shown))
+        table.add_row(*(Text(c.cell(row), style=row.style if c.title == "state" else "") for c in columns))
     return table, [column.title for column in told if column not in shown]
 
 
@@ -247,10 +276,12 @@ def _print_list(console: Console, place: str, rows: Sequence[WorkerRow]) -> None
     if not rows:
         console.print(f"No worker is running ({place}).", soft_wrap=True)
         return
-    table, left_out = worker_table(rows, COLUMNS, console.width)
+    table, left_out = worker_table(rows, _BY_WEIGHT, console.width)
     console.print(table)
     if left_out:
-        text = f"Left out at this width: {', '.join(left_out)}. A wider terminal, a pipe, --json or NAME shows them."
+        text = (
+            f"Left out for want of room: {', '.join(left_out)}. A wider terminal, a pipe, NAME or --json shows them."
+        )
         console.print(text, style="dim")
 
 
@@ -271,22 +302,25 @@ def _print_detail(console: Console, row: WorkerRow, records: Records) -> None:
         console.print("It owns no partition.")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("partition", overflow="fold", min_width=10)
-    table.add_column("state", overflow="fold")
+    changing = any(claim.state == "moving" for _, claim in claims)
+    table.add_column("partition", overflow="fold", min_width=9)
+    if changing:
+        table.add_column("state", overflow="fold")
     table.add_column("fence token", justify="right", no_wrap=True)
     table.add_column("began at", justify="right", no_wrap=True)
     table.add_column("since", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold", min_width=12)
     for partition, claim in claims:
+        state = [_claim_state(row.worker, claim)] * changing
         since = span((row.now - claim.claimed_at).total_seconds())
-        cells = (partition, _claim_state(row.worker, claim), str(claim.fence_token), f"{claim.position:,}", since)
-        table.add_row(*(Text(cell) for cell in (*cells, claim.reason)))
+        cells = (partition, *state, str(claim.fence_token), f"{claim.position:,}", since, claim.reason)
+        table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
 
 
 def _facts(row: WorkerRow) -> list[tuple[str, str]]:
     report, member, health = row.report, row.report.member, row.report.health
-    facts = [("worker", row.worker), ("state", row.state), ("leads", ", ".join(row.roles))]
+    facts = [("worker", row.worker), ("state", _full_state(row)), ("leads", ", ".join(row.roles))]
     owns = f"{count(report.owned, 'partition')}, {report.leaving} leaving, {report.coming} coming"
     facts.append(("owns", owns))
     if member is None:
@@ -315,11 +349,15 @@ def _facts(row: WorkerRow) -> list[tuple[str, str]]:
         ("busy", f"{len(health.busy)} to let go, but still handled: {listed(health.busy)}" if health.busy else ""),
         (
             "messages",
-            f"{health.finished:,} finished, {health.failures:,} handler failures, {health.dead_letters:,} dead",
+            f"{health.finished:,} finished, {health.failures:,} failures, {health.dead_letters:,} dead letters",
         ),
         ("updates", updates),
         ("problems", "\n".join(health.problems)),
     ]
+
+
+def _full_state(row: WorkerRow) -> str:
+    return row.state if row.state == row.shown_state else f"{row.state}, {row.shown_state}"
 
 
 def _claims_of(worker: str, records: Records) -> list[tuple[str, Claim]]:

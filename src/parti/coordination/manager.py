@@ -15,7 +15,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -37,8 +37,9 @@ from parti.core.planner import FleetState, Policy
 from parti.core.worker_ids import Applicant
 from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
 from parti.jetstream.api import JetStreamApi
-from parti.jetstream.connection import Connection
+from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.kv import Entry, Write
+from parti.jetstream.system_events import client_ref
 from parti.jetstream.watch import Watch
 from parti.model.fleet import ROLES, Assignment, Grant, HealthRecord, LeaderRecord, Role, decode, encode, key_of
 from parti.model.partition import Partition, Template
@@ -83,7 +84,6 @@ class FleetParts:
     strategy: Strategy
     metrics: Metrics
     health: Health
-    client_ref: Callable[[], str] = lambda: ""
 
 
 class Manager:
@@ -157,6 +157,7 @@ class Manager:
 
     async def start(self) -> None:
         """Take an id and begin; raises when there is no id to be had or the bucket cannot be used."""
+        self._parts.connection.on_state(self._on_connection)
         await self._sit_down()
         self._running = asyncio.create_task(self._run())
 
@@ -219,7 +220,7 @@ class Manager:
             capacity=s.capacity or s.max_subjects,
             weight=s.weight,
             service=self._service,
-            client=self._parts.client_ref(),
+            client=client_ref(self._parts.connection),
         )
 
     # ── the life of a seat ────────────────────────────────────────────────────────────────────────────────────
@@ -335,6 +336,8 @@ class Manager:
                 policy,
                 s.lease_ttl_s,
                 parts.metrics,
+                s.for_system_account() if s.has_system_account else None,
+                s.takeover_on_disconnect,
             ),
             office,
         )
@@ -358,6 +361,12 @@ class Manager:
         if not entry.value and name in self._elections:
             self._elections[name].hint()
 
+    def _on_connection(self, state: ConnectionState, reason: str) -> None:
+        self._beat.set()
+        if state is not ConnectionState.CONNECTED and self._settings.takeover_on_disconnect:
+            # Others may end our lease now; the next renewal tells.
+            self._reading.permit(NEVER_S)
+
     # ── heartbeats ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _renewed(self) -> None:
@@ -375,17 +384,18 @@ class Manager:
                 now_s = clock()
                 if now_s >= seat.lease.ends_at_s:
                     self._set_state(FleetState.DEGRADED, "the control plane cannot be reached")
-                await asyncio.sleep(seat.lease.terms.retry_after(now_s, seat.lease.ends_at_s))
-                continue
+                pause_s = seat.lease.terms.retry_after(now_s, seat.lease.ends_at_s)
+            else:
+                pause_s = max(0.05, seat.lease.renew_at_s - clock())
             try:
-                async with asyncio.timeout(max(0.05, seat.lease.renew_at_s - clock())):
+                async with asyncio.timeout(pause_s):
                     await self._beat.wait()
             except TimeoutError:
                 pass
 
     async def _try_beat(self, seat: Seat) -> bool:
         """One heartbeat; False when the control plane did not take it. Raises `LeaseLost`."""
-        seat.describe(client=self._parts.client_ref())
+        seat.describe(client=client_ref(self._parts.connection))
         record = HealthRecord(
             incarnation=seat.incarnation,
             applied=self._applied.version if self._applied else 0,

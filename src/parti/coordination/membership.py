@@ -101,6 +101,10 @@ class Membership:
                 return worker
         return None
 
+    def revision(self, worker: str) -> int:
+        """Revision of the newest record that was seen of a worker."""
+        return self._revisions.get(worker, 0)
+
     async def verify(self) -> bool:
         """Ask the leader about members that should have been heard of; True when that changed something."""
         now_s = clock()

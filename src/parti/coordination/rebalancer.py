@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import structlog
 
+from parti.config import Settings
 from parti.coordination.claims import ClaimStore
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Office
 from parti.coordination.lease import clock
-from parti.coordination.membership import MemberEvent, Membership
+from parti.coordination.membership import Membership
 from parti.coordination.sources import SourceReader
 from parti.core.planner import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Planner, Policy
 from parti.core.progress import Progress, decode_progress
 from parti.errors import LeaseLost, PartiError, WrongRevision
 from parti.jetstream.api import StreamInfo
-from parti.jetstream.kv import Entry, Write
+from parti.jetstream.kv import MARKER_TTL_S, Entry, Write
+from parti.jetstream.system_events import SystemEvents
 from parti.jetstream.watch import Watch
 from parti.model.fleet import Assignment, Claim, Grant, HealthRecord, decode, encode, key_of, name_of
 from parti.model.partition import Partition, Template
@@ -34,6 +36,9 @@ _BATCH = 800
 _COALESCE_S = 0.05
 _LOOK_AGAIN_S = 1.0
 _RETRY_S = 0.5
+_EVICT_AFTER_S = 0.5
+_CLOSED = "Client Closed"
+"""What the server says when it was the client's side that ended a connection, by closing it or by dying."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,9 @@ class RebalancerParts:
     policy: Policy
     ttl_s: float
     metrics: Metrics
-    on_event: Callable[[MemberEvent], None] = lambda event: None
+    system_settings: Settings | None = None
+    """Address and credentials for the server's system events."""
+    takeover_on_disconnect: bool = False
 
 
 @dataclass(slots=True)
@@ -67,7 +74,7 @@ class Rebalancer:
         self._plane = parts.plane
         self._office = office
         self._claims = ClaimStore(parts.plane.bucket, office, ttl_s=parts.ttl_s)
-        self._membership = Membership(parts.plane.bucket, parts.on_event)
+        self._membership = Membership(parts.plane.bucket)
         self._assignments: dict[str, _Known] = defaultdict(_Known)
         self._health: dict[str, HealthRecord] = {}
         self._partitions: dict[str, Partition] = {}
@@ -75,6 +82,7 @@ class Rebalancer:
         self._stream_created = ""
         self._said = office.record
         self._changed = asyncio.Event()
+        self._suspects: dict[str, float] = {}
         self._planner = Planner(parts.strategy, parts.policy, elected_s=clock())
 
     async def run(self) -> None:
@@ -87,6 +95,7 @@ class Rebalancer:
             self._on_entry,
         )
         refreshing = asyncio.ensure_future(self._refresh())
+        events = await self._listen()
         try:
             await self._load()
             await watch.start()
@@ -97,12 +106,15 @@ class Rebalancer:
             refreshing.cancel()
             await asyncio.gather(refreshing, return_exceptions=True)
             await watch.stop()
+            if events:
+                await events.stop()
 
     async def _turn(self) -> float | None:
         """Look, decide, act; returns when to look again at the latest."""
         self._changed.clear()
         try:
             await self._membership.verify()
+            evict_at_s = await self._evict()
             decision = self._decide()
             await self._act(decision)
         except LeaseLost:
@@ -117,7 +129,7 @@ class Rebalancer:
             _log.warning("rebalancing failed and will be tried again", error=str(error))
             await self._plane.check()
             return clock() + _RETRY_S
-        return decision.wake_at_s
+        return min((t for t in (decision.wake_at_s, evict_at_s) if t is not None), default=None)
 
     async def _wait(self, wake_at_s: float | None, refreshing: asyncio.Future[None]) -> None:
         if refreshing.done():
@@ -151,6 +163,47 @@ class Rebalancer:
         self._health[worker] = health
         if before is None or (before.applied, before.busy) != (health.applied, health.busy):
             self._changed.set()
+
+    async def _listen(self) -> SystemEvents | None:
+        """Hear of broken connections from the servers, if that is set up; without them leases tell, later."""
+        settings = self._parts.system_settings
+        if settings is None:
+            return None
+        events = SystemEvents(settings, on_connect=lambda ref: None, on_disconnect=self._on_disconnect)
+        try:
+            await events.start()
+        except PartiError as error:
+            _log.error("system events cannot be heard; lost workers are seen when their lease ends", error=str(error))
+            return None
+        return events
+
+    def _on_disconnect(self, ref: str, reason: str) -> None:
+        worker = self._membership.suspect(ref)
+        if worker and self._parts.takeover_on_disconnect and reason == _CLOSED:
+            self._suspects[worker] = clock() + _EVICT_AFTER_S
+            self._changed.set()
+
+    async def _evict(self) -> float | None:
+        """End the leases of workers that closed their connection and were not heard of since.
+
+        Returns when to look again. A process that is gone cannot mind; one that is not has stopped starting handlers
+        when its connection broke, and may only go on after a renewal, which this makes impossible.
+        """
+        for worker, due_s in list(self._suspects.items()):
+            if worker not in self._membership.suspected:
+                del self._suspects[worker]
+            elif clock() >= due_s:
+                del self._suspects[worker]
+                _log.warning("ending the lease of a worker whose connection was closed", worker=worker)
+                gone = Write(
+                    key_of("ids", worker), b"", self._membership.revision(worker), MARKER_TTL_S, deletes=True
+                )
+                try:
+                    await self._office.write([gone])
+                except WrongRevision:
+                    continue  # it has renewed its lease: it is alive
+                self._membership.entry(gone.key, Entry(b"", 0))
+        return min(self._suspects.values(), default=None)
 
     async def _load(self) -> None:
         """Read everything that a predecessor has written."""

@@ -87,9 +87,8 @@ class Watch:
         self._created = ""
         self._newest = 0
         self._backwards_since_s: float | None = None
-        self._revisions: dict[str, int] = {}
-        self._live: set[str] = set()
-        """Keys whose last report had a value."""
+        self._known: dict[str, Entry] = {}
+        """What was last reported of each key."""
         self._session: WatchSession | None = None
         self._seen: set[str] = set()
         """Keys that came in this session before it was synced."""
@@ -161,8 +160,7 @@ class Watch:
         if patterns == self._keys:
             return
         self._keys = patterns
-        for key in [key for key in self._revisions if not within(key, patterns)]:
-            self._forget(key)
+        self._known = {key: entry for key, entry in self._known.items() if within(key, patterns)}
         if self._task is not None:
             await self.resync()
 
@@ -174,19 +172,11 @@ class Watch:
             return  # Of the session before `set_keys`.
         if not self._synced_s:
             self._seen.add(key)
-        if entry.revision <= self._revisions.get(key, 0):
-            return
-        self._revisions[key] = entry.revision
-        self._newest = max(self._newest, entry.revision)
-        if entry.value:
-            self._live.add(key)
-        else:
-            self._live.discard(key)
-        _call(self._on_entry, key, entry)
-
-    def _forget(self, key: str) -> None:
-        self._revisions.pop(key, None)
-        self._live.discard(key)
+        known = self._known.get(key)
+        if known is None or entry.revision > known.revision:
+            self._known[key] = entry
+            self._newest = max(self._newest, entry.revision)
+            _call(self._on_entry, key, entry)
 
     def _identify(self, info: StreamInfo) -> None:
         """Find out whether this is still the bucket that was read before."""
@@ -199,8 +189,7 @@ class Watch:
             return
         _log.warning("the bucket is not the one that was watched before", stream=self._stream, created=info.created)
         self._created, self._backwards_since_s, self._newest = info.created, None, 0
-        self._revisions.clear()
-        self._live.clear()
+        self._known.clear()
         _call(self._on_reset, info.created)
 
     # ── sessions ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,7 +197,6 @@ class Watch:
     def _on_state(self, state: ConnectionState, reason: str) -> None:
         if state is not ConnectionState.CONNECTED and self._session is not None:
             self._session.doubt(f"connection {state.value}: {reason}")
-        self._woken.set()  # Also on the way back up, to end a pause at once.
 
     async def _run(self) -> None:
         """Keep a session open for as long as the watch runs."""
@@ -286,17 +274,16 @@ class Watch:
 
     async def _finish_state(self, session: WatchSession) -> None:
         """Report what is gone, and that the whole state is known."""
-        there = await self._still_there([key for key in self._live if key not in self._seen])
+        absent = [key for key, entry in self._known.items() if entry.value and key not in self._seen]
+        there = await self._still_there(absent)
         if session.trouble:
             return
-        for key in [key for key in self._revisions if key not in self._seen and key not in there]:
-            was_live = key in self._live
-            self._forget(key)
-            if was_live:
+        for key in [key for key in self._known if key not in self._seen and key not in there]:
+            if self._known.pop(key).value:
                 _call(self._on_entry, key, Entry(b"", 0))
         self._synced_s, self._seen = _now(), set()
         if self._started and not self._healthy:
-            _log.info("watching again", stream=self._stream, keys=len(self._revisions))
+            _log.info("watching again", stream=self._stream, keys=len(self._known))
         self._healthy = self._started = True
         _call(self._on_synced)
         waiting, self._waiting = self._waiting, []

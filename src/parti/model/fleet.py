@@ -64,6 +64,8 @@ class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     pulling: bool = False
     subjects: int = 0
     finished: int = 0
+    rate: float = 0.0
+    """Messages finished a second, since the heartbeat before."""
     failures: int = 0
     """Failed handler calls."""
     dead_letters: int = 0

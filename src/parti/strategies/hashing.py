@@ -6,6 +6,7 @@ import heapq
 import struct
 from bisect import bisect
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
@@ -51,19 +52,19 @@ class ConsistentHash:
         return now.assignment(slots)
 
 
+@dataclass(frozen=True, slots=True)
 class _Ring:
     """Points of all workers in order; workers are known by their place in the roster."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        total = sum((Fraction(slot.weight) for slot in slots), Fraction(0))
-        shift = len(slots).bit_length()
-        packed: list[int] = []
-        for i, slot in enumerate(slots):
-            count = max(1, floor(POINTS * len(slots) * Fraction(slot.weight) / total + Fraction(1, 2)))
-            packed.extend(point << shift | i for point in _points_of(slot.worker, count))
-        packed.sort()
-        self.points = [value >> shift for value in packed]
-        self.owners = [value & ((1 << shift) - 1) for value in packed]
+    points: list[int]
+    owners: list[int]
+
+    def narrowed_to(self, homes: Container[int]) -> _Ring:
+        """Return a ring with the same homes for them and wrong ones for others, that is quicker to search."""
+        ours = [owner in homes for owner in self.owners]
+        # The last point before one of theirs stays, as the border of what is theirs.
+        kept = [i for i, (mine, before) in enumerate(zip(ours, [*ours[1:], ours[0]], strict=True)) if mine or before]
+        return _Ring([self.points[i] for i in kept], [self.owners[i] for i in kept])
 
     def place_of(self, point: int) -> int:
         """Return the place on the ring where the way from a point to a worker begins."""
@@ -106,7 +107,7 @@ class _Table:
     @cached_property
     def _ring(self) -> _Ring:
         """Made when it is needed: mostly nothing has changed."""
-        return _Ring(self._slots)
+        return _make_ring(self._slots)
 
     def place(self, loose: Iterable[str]) -> None:
         """Give each partition to the first worker with room, but first of all as many as they lack to those in need.
@@ -188,11 +189,12 @@ class _Table:
     def _found_away(self, homes: Container[int]) -> list[tuple[str, int, int]]:
         """Return the partitions at home with one of `homes` that others hold and could spare, by point."""
         found: list[tuple[int, str, int, int]] = []
+        ring = self._ring.narrowed_to(homes)
         for donor, mine in enumerate(self._held):
             if len(mine) > self._lower[donor]:
                 for partition in mine:
                     point = hash_of(partition)
-                    home = self._ring.home_of(point)
+                    home = ring.home_of(point)
                     if home in homes:
                         found.append((point, partition, donor, home))
         return [(partition, donor, home) for _, partition, donor, home in sorted(found)]
@@ -210,6 +212,17 @@ class _Table:
 def hash_of(text: str) -> int:
     """Return a number of 64 bits that is the same on every machine, unlike Python's own hash."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _make_ring(slots: Sequence[Slot]) -> _Ring:
+    total = sum((Fraction(slot.weight) for slot in slots), Fraction(0))
+    shift = len(slots).bit_length()
+    packed: list[int] = []
+    for i, slot in enumerate(slots):
+        count = max(1, floor(POINTS * len(slots) * Fraction(slot.weight) / total + Fraction(1, 2)))
+        packed.extend(point << shift | i for point in _points_of(slot.worker, count))
+    packed.sort()
+    return _Ring([value >> shift for value in packed], [value & ((1 << shift) - 1) for value in packed])
 
 
 def _points_of(worker: str, count: int) -> list[int]:

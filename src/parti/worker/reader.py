@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ from parti.worker.runners import Handler, make_runners
 from parti.worker.unordered import UnorderedLanes
 
 _log = structlog.get_logger("parti.reader")
+
+_RATE_OVER_S = 0.5
+"""Shortest time that a rate is measured over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Reader:
         self._progress = ProgressKeeper(store, settings.worker_id, ports.metrics, ports.health)
         self._upkeep: list[asyncio.Task[None]] = []
         self._consumer: WorkerConsumer | None = None
+        self._counted = (0, time.perf_counter())
+        self._rate = 0.0
         self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
         self._lanes = (Lanes if settings.ordered else UnorderedLanes)(
             template=ports.template,
@@ -251,8 +257,13 @@ class Reader:
 
     def report(self) -> dict[str, Any]:
         """What a heartbeat says of the reading side."""
-        metrics = self._ports.metrics
+        metrics, (before, at_s) = self._ports.metrics, self._counted
+        now_s = time.perf_counter()
+        if now_s - at_s > _RATE_OVER_S:
+            self._rate = (self.finished - before) / (now_s - at_s)
+            self._counted = (self.finished, now_s)
         return {
+            "rate": round(self._rate, 1),
             "pulling": self.pulling,
             "subjects": len(self.subjects),
             "finished": self.finished,

@@ -42,7 +42,7 @@ def main(directory: str, url: str) -> int:
     for name in [name for name in os.environ if name.upper().startswith("PARTI_")]:
         del os.environ[name]
     os.chdir(Path(directory))
-    return run(["worker", "parti.cli.demo.app:app", "--nats", url, "--worker-id", WORKER_ID])
+    return run(["worker", "parti.cli.demo.app:app", "--nats", url, "--worker-id", WORKER_ID, "--solo"])
 
 
 if __name__ == "__main__":
