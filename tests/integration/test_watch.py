@@ -356,6 +356,25 @@ async def test_what_happened_while_cut_off_is_reported_once(kit: Kit, party: Par
         assert len(await party.consumers()) == 1
 
 
+async def test_connections_cut_again_and_again_do_not_slow_it_down(
+    kit: Kit, party: Party, nats_server: Server
+) -> None:
+    async with (
+        proxy_to(nats_server.port) as proxy,
+        watching(proxy.url, party.bucket.name) as (_, seen, connection),
+    ):
+        back_s: list[float] = []
+        connection.on_state(
+            lambda state, _: back_s.append(time.monotonic()) if state is ConnectionState.CONNECTED else None
+        )
+        for cut in range(8):
+            proxy.cut()
+            await eventually(lambda: connection.state is not ConnectionState.CONNECTED)
+            await party.put(f"ids.w{cut}", "meanwhile")
+            await eventually(lambda at=cut: f"ids.w{at}" in seen.state)  # type: ignore[misc]
+            assert seen.at_s[f"ids.w{cut}"] - back_s[-1] < NEXT_CHANGE_S
+
+
 async def test_a_consumer_deleted_by_somebody_is_missed_and_made_again(kit: Kit, party: Party) -> None:
     async with watching(kit.url, party.bucket.name) as (watch, seen, _):
         for consumer in await party.consumers():

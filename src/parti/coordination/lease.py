@@ -116,6 +116,8 @@ class Lease:
     async def hand_back(self, value: bytes, ttl_s: float, extra: Sequence[Write] = ()) -> bool:
         """Leave another value in the key for a while instead of deleting it; False when that is not certain."""
         async with self._lock:
+            if self.ends_at_s == NEVER_S:
+                return False
             self.ends_at_s = NEVER_S
             try:
                 await self._bucket.write([*extra, Write(self.key, value, self._revision, ttl_s)], timeout_s=2.0)

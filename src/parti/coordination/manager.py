@@ -168,10 +168,17 @@ class Manager:
     async def drain(self) -> None:
         """Say that this worker is about to leave, and take no new assignment."""
         self._stopping = True
-        if self._seat and self._seat.lease.held:
-            self._seat.describe(state="draining")
-            self._set_state(FleetState.DRAINING, "leaving")
-            await self._try_beat(self._seat)
+        seat = self._seat
+        if seat is None or not seat.lease.held:
+            return
+        self._set_state(FleetState.DRAINING, "leaving")
+        if not (seat.record.identity and self._settings.rejoin_s):
+            # Somebody who is expected back keeps its partitions; others give them away.
+            seat.describe(state="draining")
+        try:
+            await self._try_beat(seat)
+        except LeaseLost as error:
+            _log.warning("lost the worker id while leaving", error=str(error))
 
     async def stop(self) -> bool:
         """Leave: resign from roles, give the id back; False when that could not be confirmed."""

@@ -64,12 +64,15 @@ class Membership:
         return self._here(worker, record)
 
     def _here(self, worker: str, record: MemberRecord) -> bool:
+        if record.state == "left":
+            self.left.add(worker)
+            return self._gone(worker)
         before = self.members.get(worker)
         self.members[worker] = record
         self._seen_s[worker] = clock()
         self.suspected.discard(worker)
+        self.left.discard(worker)
         if before is None:
-            self.left.discard(worker)
             self._tell("joined", worker, record)
         elif before.incarnation != record.incarnation:
             self._tell("returned", worker, record)
@@ -85,11 +88,7 @@ class Membership:
         self.suspected.discard(worker)
         if record is None:
             return False
-        if record.state == "draining":
-            self.left.add(worker)
-            self._tell("left", worker, record)
-        else:
-            self._tell("lost", worker, record)
+        self._tell("left" if worker in self.left else "lost", worker, record)
         return True
 
     def suspect(self, client: str) -> str | None:

@@ -40,6 +40,8 @@ class Records:
         kind, name = key.partition(".")[0], name_of(key)
         if kind == "ids":
             self._put(self.members, name, entry, MemberRecord)
+            if name in self.members and self.members[name].state == "left":
+                del self.members[name]
         elif kind == "health":
             self._put(self.health, name, entry, HealthRecord)
         elif kind == "claims":

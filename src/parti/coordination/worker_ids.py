@@ -14,7 +14,7 @@ from parti.coordination.lease import Lease, clock
 from parti.core.lease import LeaseTerms
 from parti.core.worker_ids import Applicant, choose_id
 from parti.errors import LeaseLost, NoFreeWorkerId, WorkerIdTaken
-from parti.jetstream.kv import Bucket, Entry, Write
+from parti.jetstream.kv import MARKER_TTL_S, Bucket, Entry, Write
 from parti.model.fleet import MemberRecord, MemberState, decode, encode, key_of, name_of
 
 _log = structlog.get_logger("parti.worker_ids")
@@ -74,10 +74,11 @@ class Seat:
 
     async def leave(self, *, back_within_s: float = 0.0, extra: Sequence[Write] = ()) -> bool:
         """Give the id back; with an identity, keep it reserved for a while for who comes back."""
-        if self.record.identity and back_within_s > 0:
-            away = msgspec.structs.replace(self.record, state="away", token="", ttl_seconds=back_within_s)
-            return await self.lease.hand_back(encode(away), back_within_s, extra)
-        return await self.lease.release(extra)
+        away = bool(self.record.identity and back_within_s > 0)
+        state: MemberState = "away" if away else "left"
+        ttl_s = back_within_s if away else MARKER_TTL_S
+        last = msgspec.structs.replace(self.record, state=state, token="", ttl_seconds=ttl_s)
+        return await self.lease.hand_back(encode(last), ttl_s, extra)
 
 
 class WorkerIds:
@@ -106,7 +107,8 @@ class WorkerIds:
         give_up_s = clock() + self._terms.ttl_s + 2.0
         while True:
             entries = {name_of(k): e for k, e in (await self._read_ids()).items()}
-            held = {w: decode(e.value, MemberRecord) for w, e in entries.items() if e.value}
+            records = {w: decode(e.value, MemberRecord) for w, e in entries.items() if e.value}
+            held = {w: record for w, record in records.items() if record.state != "left"}
             choice = choose_id(applicant, held, self._names)
             awaited = choice.await_end_of
             if awaited is not None:

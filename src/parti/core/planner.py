@@ -184,6 +184,10 @@ class _Step:
         self._loads = Counter(c.owner for c in view.claims.values() if c.owner)
         self._incoming = Counter(c.next for c in view.claims.values() if c.state == "moving" and c.next)
         self._cached_target: dict[str, str] | None = None
+        self._somebody_stayed = any(
+            (member := view.members.get(claim.owner)) and member.incarnation == claim.incarnation
+            for claim in view.claims.values()
+        )
 
     def decide(self) -> Decision:
         gone = [*self._unwanted(), *self._returned()]
@@ -229,7 +233,7 @@ class _Step:
         """Whether the owner can no longer be handling the partition."""
         member = self._view.members.get(claim.owner)
         if member is None:
-            return self._nobody_left_behind()
+            return self._is_gone(claim.owner)
         if member.incarnation != claim.incarnation or member.state == "away":
             return True
         health = self._view.health.get(claim.owner)
@@ -241,8 +245,14 @@ class _Step:
             and partition not in health.busy
         )
 
-    def _nobody_left_behind(self) -> bool:
-        """Whether somebody who is not among the members can be counted as gone."""
+    def _is_gone(self, worker: str) -> bool:
+        """Whether somebody who is not among the members can be counted as gone.
+
+        When the control plane was away for longer than a lease, all leases have ended, though nobody is gone: a new
+        rebalancer gives them time to come back. As long as a single worker has kept its lease, it was not away.
+        """
+        if worker in self._view.left or self._somebody_stayed:
+            return True
         ends_s = self._planner._elected_s + self._policy.takeover_grace_s
         if self._view.now_s < ends_s:
             self._wake_at_s.append(ends_s)
@@ -268,7 +278,7 @@ class _Step:
         for partition in self._view.partitions:
             claim = claims.get(partition)
             unowned = claim is None or claim.state == "free" or not claim.owner
-            if unowned or (claim and claim.owner not in members and self._nobody_left_behind()):
+            if unowned or (claim and claim.owner not in members and self._is_gone(claim.owner)):
                 orphans.append(partition)
         return orphans
 

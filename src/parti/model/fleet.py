@@ -19,8 +19,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-MemberState = Literal["active", "draining", "away"]
-"""`away`: it left with an identity and is expected back; its partitions wait until the lease ends."""
+MemberState = Literal["active", "draining", "away", "left"]
+"""`away`: it left with an identity and is expected back; its partitions wait until the lease ends. `left`: it is gone
+for good, and the record says so for a while."""
 ClaimState = Literal["owned", "moving", "free"]
 """`moving`: the owner is to let go of it, then `next` gets it. `free`: nobody owns it."""
 Role = Literal["rebalancer", "monitor", "cleanup"]
