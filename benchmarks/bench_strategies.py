@@ -5,8 +5,8 @@
 Every strategy assigns 2,000 partitions to 25 workers and 1,000,000 to 10,000, without a previous assignment (cold)
 and then, each time from that one, after one worker joined, after one left, and after many joined at once. Partitions
 come in random order. `moved` counts the partitions that left a worker that is still there; `minimum` is what a
-balanced assignment needs at least. Moves are the same in every round; of the times, by the clock and of the processor,
-the median counts. They differ where the machine does other work too.
+balanced assignment needs at least. Moves are the same in every round. Of the times the median counts; clock and
+processor differ where the machine does other work too.
 
 Exit code 1 when sticky or hash moves more than 5 % above the minimum, or anything takes longer than `--limit-s` of
 processor time.
@@ -156,8 +156,8 @@ def main() -> int:
     slowest = max(rows, key=lambda row: row.median_cpu_s)
     good = all(row.within_promise for row in rows) and slowest.median_cpu_s <= args.limit_s
     print(
-        f"slowest {slowest.median_cpu_s:.1f} s of processor time ({slowest.strategy}, {slowest.change}; at most {args.limit_s:g}), "
-        f"movement of sticky and hash within 5 % of the minimum: {'ok' if good else 'NOT MET'}"
+        f"slowest {slowest.median_cpu_s:.1f} s of processor time ({slowest.strategy}, {slowest.change}; "
+        f"at most {args.limit_s:g}), movement of sticky and hash within 5 % of the minimum: {'ok' if good else 'NOT MET'}"
     )
     print(f"written to {path}")
     return 0 if good else 1

@@ -146,7 +146,94 @@ class Observer:
         record = self.records.leaders.get("rebalancer")
         return record.holder if record else ""
 
-    def unsettled(records: Records, partitions: Collection[str], workers: int) -> str:
+    def unsettled(self, partitions: Collection[str], workers: int) -> str:
+        """What is still to happen, in a few words; empty when nothing is."""
+        return unsettled(self.records, partitions, workers)
+
+    async def settle(self, partitions: Collection[str], workers: int, timeout_s: float) -> str:
+        """Wait until nothing is left to happen; returns what still is when the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while left := self.unsettled(partitions, workers):
+            if time.monotonic() >= deadline_s:
+                return left
+            await asyncio.sleep(_LOOK_S)
+        return ""
+
+    def movement(self, before: Mapping[str, str], since_s: float) -> Movement:
+        """Compare with the owners before a change that began at that time."""
+        members, after = self.records.members, self.owners
+        orphans = [p for p, owner in before.items() if owner not in members]
+        moved = sum(owner in members and after.get(p) != owner for p, owner in before.items())
+        handovers = sum(h.at_s >= since_s and bool(h.source) for h in self.handovers)
+        return Movement(len(orphans), moved, minimum_moves(list(before), _slots(members), before), handovers)
+
+    async def verify(self, partitions: Sequence[str]) -> list[str]:
+        """Look for partitions without exactly one owner, by the leader's records and by the consumers' filters.
+
+        Returns what is wrong, in sentences.
+        """
+        records = Records.of(await self.plane.read(*KEYS))
+        problems = [left] if (left := unsettled(records, partitions, len(records.members))) else []
+        carried = await asyncio.gather(*(self._carried(worker) for worker in records.members))
+        owners = Counter(subject for subjects in carried for subject in subjects)
+        wanted = {p.subject for p in self._template.partitions(partitions)}
+        twice, nobody = [s for s, n in owners.items() if n > 1], wanted - owners.keys()
+        if twice:
+            problems.append(f"{len(twice)} subjects are in more than one consumer, such as {twice[0]}")
+        if nobody:
+            problems.append(f"{len(nobody)} subjects are in no consumer, such as {min(nobody)}")
+        for worker, subjects in zip(records.members, carried, strict=True):
+            mine = [p for p, c in records.claims.items() if c.owner == worker and c.state == "owned"]
+            if {p.subject for p in self._template.partitions(mine)} != set(subjects):
+                problems.append(f"the consumer of {worker} carries something else than it owns")
+        return problems
+
+    async def _carried(self, worker: str) -> list[str]:
+        try:
+            info = await self.api.consumer_info(self.place.stream, f"{self.place.prefix}-{worker}")
+        except NotFound:
+            return []
+        # A consumer that is to carry nothing has a subject that nobody publishes.
+        return [subject for subject in info.subjects if "_none_" not in subject]
+
+    # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def of(self, key: str, since_s: float = 0.0) -> list[Seen]:
+        """What was seen of a lease from then on."""
+        return [seen for seen in self.seen if seen.key == key and seen.at_s >= since_s]
+
+    def arrivals(self, since_s: float) -> dict[str, float]:
+        """When members first showed up under a new incarnation since then, by key."""
+        first: dict[tuple[str, int], float] = {}
+        for seen in self.seen:
+            if isinstance(seen.record, MemberRecord):
+                first.setdefault((seen.key, seen.record.incarnation), seen.at_s)
+        return {key: at_s for (key, _), at_s in first.items() if at_s >= since_s}
+
+    def departures(self, since_s: float) -> dict[str, float]:
+        """When leases of members were seen to be gone since then, by key."""
+        return {s.key: s.at_s for s in self.seen if s.at_s >= since_s and s.key[:4] == "ids." and s.record is None}
+
+
+@asynccontextmanager
+async def observing(place: Place) -> AsyncIterator[Observer]:
+    """Connect to where a fleet lives, or will, and watch it for the length of a `with` block."""
+    settings = Settings(nats=(place.url,), bucket=place.bucket)
+    connection = await Connection.open(settings, name="observer")
+    try:
+        api = JetStreamApi(connection)
+        plane = await ControlPlane.open(connection, api, place.bucket, replicas=1)
+        observer = Observer(place, connection, api, plane)
+        await observer.start()
+        try:
+            yield observer
+        finally:
+            await observer.stop()
+    finally:
+        await connection.close()
+
+
+def unsettled(records: Records, partitions: Collection[str], workers: int) -> str:
     """What is still to happen until so many workers own these partitions in even shares; empty when nothing is."""
     members = records.members
     if len(members) != workers:

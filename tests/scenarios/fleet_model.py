@@ -40,8 +40,6 @@ class Process:
     capacity: int = 500
     weight: float = 1.0
     handles: set[str] = field(default_factory=set)
-    unseen: bool = False
-    """Alive, but not among the members that the rebalancer has read so far."""
     stale_incarnation: int = 0
     """Set while the rebalancer has read an older record of this id."""
 
@@ -78,7 +76,8 @@ class FleetModel:
         self.partitions = tuple(partitions)
         self.loads: dict[str, float] | None = None
         self.now_s = 0.0
-        self.elected_s = 0.0
+        self.grace_ends_s = policy.takeover_grace_s
+        """Before this nobody may be called lost, because all leases have ended at once."""
         self.planner: Planner | None = Planner(strategy, policy, elected_s=0.0)
         self.members: dict[str, Process] = {}
         self.left: set[str] = set()
@@ -140,7 +139,11 @@ class FleetModel:
 
     def elect(self) -> None:
         """Another rebalancer takes over; it knows the records and nothing else."""
-        self.elected_s = self.now_s
+        stayed = any(
+            claim.owner in self.members and self.members[claim.owner].incarnation == claim.incarnation
+            for claim in self.claims.values()
+        )
+        self.grace_ends_s = self.now_s + (0.0 if stayed else self.policy.takeover_grace_s)
         self.planner = Planner(self.strategy, self.policy, elected_s=self.now_s)
         self.left.clear()
 
@@ -151,7 +154,6 @@ class FleetModel:
         members = {
             worker: MemberView(p.seen_incarnation, p.state, p.capacity, p.weight)
             for worker, p in self.members.items()
-            if not p.unseen
         }
         return FleetView(
             now_s=self.now_s,
@@ -202,7 +204,7 @@ class FleetModel:
                 )
 
     def _write_assignments(self) -> None:
-        told = {w: dict[str, int]() for w, p in self.members.items() if p.state != "away" and not p.unseen}
+        told = {w: dict[str, int]() for w, p in self.members.items() if p.state != "away"}
         for partition, claim in self.claims.items():
             if claim.owner not in told or claim.state != "owned":
                 continue
@@ -238,8 +240,8 @@ class FleetModel:
             assert view.members[give.owner].state == "active", f"takes nothing new: {give}"
             return
         if claim.owner not in view.members:
-            grace_ends_s = self.elected_s + self.policy.takeover_grace_s
-            assert self.now_s >= grace_ends_s or claim.owner in view.left, f"counted as gone too early: {give}"
+            early = self.now_s < self.grace_ends_s and claim.owner not in view.left
+            assert not early, f"counted as gone too early: {give}"
         elif claim.owner != give.owner:
             assert claim.state == "moving", f"taken from a member without a move: {give}"
         self._check_nobody_else_handles(give.partition, give.owner)

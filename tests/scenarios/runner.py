@@ -22,8 +22,7 @@ one. Events:
     partitions P…, loads P=X…         the source now names these; partitions have these loads
     refuse P…, accept P…              claims of these cannot be written; can be written again
     vacate, elect                     there is no rebalancer any more; a new one begins from the records alone
-    unseen W…, seen W…                alive, but not among the members that the rebalancer reads; seen again
-    stale W…                          the rebalancer reads the record of the process that had the id before
+    stale W…, fresh W…                the rebalancer reads the record of the process that had the id before; not any more
     tick                              nothing happened, but the planner is asked
     owners                            who owns what
 
@@ -287,6 +286,21 @@ class Run:
         return []
 
 
+def _misread(fleet: FleetModel, worker: str, *, stale: bool) -> None:
+    process = fleet.members[worker]
+    process.stale_incarnation = process.incarnation - 1 if stale else 0
+
+
+_OF_WORKERS:
+            for worker in names:
+                _OF_WORKERS[event.verb](self.fleet, worker, options)
+        elif event.verb in _OF_THE_REST:
+            _OF_THE_REST[event.verb](self.fleet, names, options)
+        else:
+            raise ValueError(f"{event.source!r} names no event")
+        return []
+
+
 def _misread(fleet: FleetModel, worker: str, *, unseen: bool = False, stale: bool = False) -> None:
     process = fleet.members[worker]
     process.unseen = unseen
@@ -302,9 +316,8 @@ _OF_WORKERS: dict[str, Callable[[FleetModel, str, dict[str, str]], None]] = {
     "lose": lambda fleet, worker, options: fleet.lose(worker),
     "away": lambda fleet, worker, options: fleet.away(worker),
     "drain": lambda fleet, worker, options: fleet.drain(worker),
-    "unseen": lambda fleet, worker, options: _misread(fleet, worker, unseen=True),
     "stale": lambda fleet, worker, options: _misread(fleet, worker, stale=True),
-    "seen": lambda fleet, worker, options: _misread(fleet, worker),
+    "fresh": lambda fleet, worker, options: _misread(fleet, worker, stale=False),
 }
 _OF_THE_REST: dict[str, Callable[[FleetModel, list[str], dict[str, str]], object]] = {
     "partitions": lambda fleet, names, options: setattr(fleet, "partitions", tuple(names)),

@@ -81,6 +81,8 @@ def test_a_broken_connection_makes_suspected_and_a_heartbeat_clears_it(seen: See
     assert seen.membership.suspect("S1/7") == "worker-0"
     assert seen.membership.suspect("S1/7") is None, "told once"
     assert "worker-0" in seen.membership.members, "it may still be working"
+    seen.tell("worker-0", client="S1/7")
+    assert seen.membership.suspected, "that heartbeat was sent before the connection broke"
     seen.tell("worker-0", client="S1/9")
     assert not seen.membership.suspected
     assert seen.events == [("joined", "worker-0"), ("suspected", "worker-0")]

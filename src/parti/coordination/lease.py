@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from parti.core.lease import NEVER_S, LeaseTerms, epoch
 from parti.errors import LeaseLost, PartiError, RequestTimeout, WrongRevision
-from parti.jetstream.kv import Bucket, Entry, Write, epoch_base
+from parti.jetstream.kv import MARKER_TTL_S, Bucket, Entry, Write, epoch_base
 
+_END_S = 2.0
 clock = time.perf_counter
 """The clock that runners look at too, before they start a handler."""
 
@@ -101,26 +102,30 @@ class Lease:
 
     async def release(self, extra: Sequence[Write] = ()) -> bool:
         """Give the key back, with some last writes; False when that is not certain."""
-        async with self._lock:
-            if self.ends_at_s == NEVER_S:
-                return False
-            self.ends_at_s = NEVER_S
-            try:
-                await self._bucket.write(
-                    [*extra, Write(self.key, b"", self._revision, 60, deletes=True)], timeout_s=2.0
-                )
-            except PartiError:
-                return False
-            return True
+        return await self._end(b"", MARKER_TTL_S, extra)
 
     async def hand_back(self, value: bytes, ttl_s: float, extra: Sequence[Write] = ()) -> bool:
         """Leave another value in the key for a while instead of deleting it; False when that is not certain."""
+        return await self._end(value, ttl_s, extra)
+
+    async def _end(self, value: bytes, ttl_s: float, extra: Sequence[Write]) -> bool:
         async with self._lock:
             if self.ends_at_s == NEVER_S:
                 return False
-            self.ends_at_s = NEVER_S
-            try:
-                await self._bucket.write([*extra, Write(self.key, value, self._revision, ttl_s)], timeout_s=2.0)
-            except PartiError:
-                return False
-            return True
+            for _ in range(2):
+                last = Write(self.key, value, self._revision, ttl_s, deletes=not value)
+                try:
+                    await self._bucket.write([*extra, last], timeout_s=_END_S)
+                except WrongRevision:
+                    # A renewal that was cancelled before its answer came may have taken effect.
+                    try:
+                        await self._adopt()
+                    except PartiError:
+                        return False
+                except PartiError:
+                    return False
+                else:
+                    return True
+                finally:
+                    self.ends_at_s = NEVER_S
+            return False

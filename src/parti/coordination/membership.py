@@ -42,7 +42,8 @@ class Membership:
         self.members: dict[str, MemberRecord] = {}
         self.left: set[str] = set()
         """Workers that are gone and said so."""
-        self.suspected: set[str] = set()
+        self.suspected: dict[str, str] = {}
+        """Workers whose connection broke, and which one that was."""
         self._bucket = bucket
         self._on_event = on_event
         self._seen_s: dict[str, float] = {}
@@ -70,7 +71,9 @@ class Membership:
         before = self.members.get(worker)
         self.members[worker] = record
         self._seen_s[worker] = clock()
-        self.suspected.discard(worker)
+        if self.suspected.get(worker) != record.client:
+            # Over another connection: it is back. Over the broken one it was only written before.
+            self.suspected.pop(worker, None)
         self.left.discard(worker)
         if before is None:
             self._tell("joined", worker, record)
@@ -85,7 +88,7 @@ class Membership:
     def _gone(self, worker: str) -> bool:
         record = self.members.pop(worker, None)
         self._seen_s.pop(worker, None)
-        self.suspected.discard(worker)
+        self.suspected.pop(worker, None)
         if record is None:
             return False
         self._tell("left" if worker in self.left else "lost", worker, record)
@@ -95,7 +98,7 @@ class Membership:
         """The connection `<server>/<client>` of a member broke; returns whose it was."""
         for worker, record in self.members.items():
             if record.client == client and worker not in self.suspected:
-                self.suspected.add(worker)
+                self.suspected[worker] = client
                 self._tell("suspected", worker, record)
                 return worker
         return None

@@ -1,6 +1,6 @@
 """News from the servers themselves: which client has connected, which is gone.
 
-A server that loses a client says so at once on its system account: 4 ms after a SIGKILL of the process, where a lease
+A server that loses a client says so on its system account: 4 to 21 ms after a SIGKILL of the process, where a lease
 needs seconds to end. The events are core NATS messages: what is sent while this connection is away is lost, a server
 that dies says nothing about its clients, and a client whose machine or network vanished is missed only when the
 server has pinged it in vain (minutes, by default). So they are an early hint and never the only source.

@@ -197,7 +197,7 @@ class Watch:
     def _on_state(self, state: ConnectionState, reason: str) -> None:
         if state is not ConnectionState.CONNECTED and self._session is not None:
             self._session.doubt(f"connection {state.value}: {reason}")
-        pass  # A connection that is back ends the pause that earlier failures brought about.
+        self._woken.set()  # A connection that is back ends the pause that earlier failures brought about.
 
     async def _run(self) -> None:
         """Keep a session open for as long as the watch runs."""
