@@ -22,7 +22,7 @@ one. Events:
     partitions P…, loads P=X…         the source now names these; partitions have these loads
     refuse P…, accept P…              claims of these cannot be written; can be written again
     vacate, elect                     there is no rebalancer any more; a new one begins from the records alone
-    stale W…, fresh W…                the rebalancer reads the record of the process that had the id before; not any more
+    stale W…, fresh W…                the rebalancer reads the record of the process before; of this one again
     tick                              nothing happened, but the planner is asked
     owners                            who owns what
 
@@ -288,22 +288,6 @@ class Run:
 
 def _misread(fleet: FleetModel, worker: str, *, stale: bool) -> None:
     process = fleet.members[worker]
-    process.stale_incarnation = process.incarnation - 1 if stale else 0
-
-
-_OF_WORKERS:
-            for worker in names:
-                _OF_WORKERS[event.verb](self.fleet, worker, options)
-        elif event.verb in _OF_THE_REST:
-            _OF_THE_REST[event.verb](self.fleet, names, options)
-        else:
-            raise ValueError(f"{event.source!r} names no event")
-        return []
-
-
-def _misread(fleet: FleetModel, worker: str, *, unseen: bool = False, stale: bool = False) -> None:
-    process = fleet.members[worker]
-    process.unseen = unseen
     process.stale_incarnation = process.incarnation - 1 if stale else 0
 
 

@@ -270,8 +270,6 @@ class Worker:
             "worker": self.worker_id,
             "prefix": self.settings.prefix,
             "stream": self._job.stream,
-            "state": self.state.value,
-            "partitions": str(len(self._reader.subjects) if self._reader else 0),
         }
 
     def _statistics(self) -> ServiceStats:
@@ -281,7 +279,7 @@ class Worker:
             errors=report.get("failures", 0),
             last_error=next(iter(self.health.reasons.values()), ""),
             processing_time_s=self.metrics.handler_latency.sum,
-            data={"worker": self.worker_id, "state": self.state.value, **report},
+            data={"worker": self.worker_id, "state": self.state.value, "partitions": len(self.partitions), **report},
         )
 
     def _on_state(self, state: ConnectionState, reason: str) -> None:

@@ -37,8 +37,9 @@ _COALESCE_S = 0.05
 _LOOK_AGAIN_S = 1.0
 _RETRY_S = 0.5
 _EVICT_AFTER_S = 0.5
-_CLOSED = "Client Closed"
-"""What the server says when it was the client's side that ended a connection, by closing it or by dying."""
+_ENDED = {"Client Closed", "Read Error"}
+"""Reasons of the server that mean that the client's side ended a connection, by closing it or by dying; a process that
+dies with unread data in its socket resets the connection, which is a read error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,9 @@ class Rebalancer:
 
     def _on_disconnect(self, ref: str, reason: str) -> None:
         worker = self._membership.suspect(ref)
-        if worker and self._parts.takeover_on_disconnect and reason == _CLOSED:
+        if worker:
+            _log.warning("the connection of a worker ended", worker=worker, reason=reason)
+        if worker and self._parts.takeover_on_disconnect and reason in _ENDED:
             self._suspects[worker] = clock() + _EVICT_AFTER_S
             self._changed.set()
 

@@ -20,6 +20,7 @@ from parti.telemetry.metrics import Metrics
 _log = structlog.get_logger("parti.roles")
 
 _LOOK_S = 2.0
+_RESYNC_S = 60.0
 _COMPLAIN_AFTER_S = 15.0
 _CLEAN_S = 60.0
 _FORGET_AFTER_S = 600.0
@@ -28,7 +29,7 @@ _FORGET_AFTER_S = 600.0
 async def monitor(plane: ControlPlane, metrics: Metrics) -> None:
     """Measure the fleet by its records, and complain about what lasts too long."""
     records = Records()
-    watch = Watch(plane.connection, plane.api, plane.bucket.name, KEYS[:-1], records.take)
+    watch = Watch(plane.connection, plane.api, plane.bucket.name, KEYS[:-1], records.take, resync_s=_RESYNC_S)
     since: dict[str, float] = {}
     try:
         await watch.start()
