@@ -157,7 +157,7 @@ def main() -> int:
     good = all(row.within_promise for row in rows) and slowest.median_cpu_s <= args.limit_s
     print(
         f"slowest {slowest.median_cpu_s:.1f} s of processor time ({slowest.strategy}, {slowest.change}; "
-        f"at most {args.limit_s:g}), movement of sticky and hash within 5 % of the minimum: {'ok' if good else 'NOT MET'}"
+        f"at most {args.limit_s:g}), sticky and hash within 5 % of the minimum: {'ok' if good else 'NOT MET'}"
     )
     print(f"written to {path}")
     return 0 if good else 1

@@ -479,7 +479,8 @@ async def test_what_is_about_to_be_let_go_keeps_its_fence(kit: Kit) -> None:
 async def test_the_control_bucket_is_reset_under_a_running_fleet(kit: Kit, how: str) -> None:
     bucket = Bucket(kit.api, f"b{kit.root}")
     with structlog.testing.capture_logs() as lines:
-        async with running(kit, 3) as fleet, Traffic(kit, 200) as traffic:
+        # The window is to the lease as by default.
+        async with running(kit, 3, cold_start_window_s=0.2 * TTL_S) as fleet, Traffic(kit, 200) as traffic:
             await traffic.goes_on(200)
             before = await claims_of(kit)
             reset_s = time.time()

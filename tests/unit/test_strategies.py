@@ -19,7 +19,7 @@ from parti.strategies import (
     natural_order,
     strategy_named,
 )
-from parti.strategies.hashing import hash_of
+from parti.strategies.ring import hash_of
 from parti.strategies.shares import fair_shares
 
 SIXTEEN = [f"orders.{i}" for i in range(16)]

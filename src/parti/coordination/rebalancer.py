@@ -38,8 +38,8 @@ _LOOK_AGAIN_S = 1.0
 _RETRY_S = 0.5
 _EVICT_AFTER_S = 0.5
 _ENDED = {"Client Closed", "Read Error"}
-"""Reasons of the server that mean that the client's side ended a connection, by closing it or by dying; a process that
-dies with unread data in its socket resets the connection, which is a read error."""
+"""What the server says when it was the client's side that ended a connection, by closing it or by dying: a process
+that dies with unread data in its socket resets the connection, which is a read error."""
 
 
 @dataclass(frozen=True, slots=True)
