@@ -150,6 +150,12 @@ class Observer:
         """What is still to happen, in a few words; empty when nothing is."""
         return unsettled(self.records, partitions, workers)
 
+    async def await_members(self, workers: int, timeout_s: float) -> None:
+        """Wait until so many workers hold an id, or the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while len(self.records.members) != workers and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+
     async def settle(self, partitions: Collection[str], workers: int, timeout_s: float) -> str:
         """Wait until nothing is left to happen; returns what still is when the time is over."""
         deadline_s = time.monotonic() + timeout_s

@@ -48,6 +48,8 @@ from parti.telemetry.logs import configure_logging
 
 SETTLE_LIMIT_S = 3.0
 EXCESS_LIMIT = 0.05
+_JOIN_S = 60.0
+"""Longest wait for processes to start: many Python processes at once on few cores take their time."""
 _GIVE_UP_S = 30.0
 _EXIT_S = 20.0
 _DWELL_S = 2.0
@@ -206,6 +208,7 @@ class Steps:
         observer, before = self._observer, len(self._processes.running)
         owners, began_s = observer.owners, time.monotonic()
         self._processes.start(after - before)
+        await observer.await_members(after, _JOIN_S)
         problem = await observer.settle(self._partitions, after, _GIVE_UP_S)
         last_s = max(observer.arrivals(began_s).values(), default=began_s)
         settings = self._settings

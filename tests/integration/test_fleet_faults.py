@@ -475,44 +475,209 @@ async def test_what_is_about_to_be_let_go_keeps_its_fence(kit: Kit) -> None:
 # ── the control bucket ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("how", ["deleted", "made anew", "purged"])
-async def test_the_control_bucket_is_reset_under_a_running_fleet(kit: Kit, how: str) -> None:
+async def reset(kit: Kit, how: str) -> None:
     bucket = Bucket(kit.api, f"b{kit.root}")
+    if how == "purged":
+        await kit.api.call(f"STREAM.PURGE.{bucket.stream}")
+        return
+    await kit.api.call(f"STREAM.DELETE.{bucket.stream}")
+    if how == "made anew":
+        await Bucket.open(kit.api, bucket.name, replicas=1)
+
+
+async def owned_again(kit: Kit, above: int) -> dict[str, Claim]:
+    """Wait until every partition has an owner with a larger fence than this."""
+    claims: dict[str, Claim] = {}
+
+    async def all_owned() -> bool:
+        try:
+            claims.update(await claims_of(kit))
+        except PartiError:
+            return False
+        return len(claims) == len(PARTITIONS) and all(
+            claim.state == "owned" and claim.fence_token > above for claim in claims.values()
+        )
+
+    await eventually(all_owned)
+    return claims
+
+
+def newest_fence(claims: Mapping[str, Claim]) -> int:
+    return max(claim.fence_token for claim in claims.values())
+
+
+@pytest.mark.parametrize("how", ["deleted", "made anew", "purged"])
+async def test_a_fleet_survives_a_reset_of_the_control_bucket(kit: Kit, how: str) -> None:
     with structlog.testing.capture_logs() as lines:
         # The window is to the lease as by default.
         async with running(kit, 3, cold_start_window_s=0.2 * TTL_S) as fleet, Traffic(kit, 200) as traffic:
-            await traffic.goes_on(200)
+            await traffic.goes_on(100)
             before = await claims_of(kit)
             reset_s = time.time()
-            if how == "purged":
-                await kit.api.call(f"STREAM.PURGE.{bucket.stream}")
-            else:
-                await kit.api.call(f"STREAM.DELETE.{bucket.stream}")
-            if how == "made anew":
-                await Bucket.open(kit.api, bucket.name, replicas=1)
-
-            async def owned_again() -> bool:
-                try:
-                    claims = await claims_of(kit)
-                except PartiError:
-                    return False
-                return len(claims) == len(PARTITIONS) and all(c.state == "owned" for c in claims.values())
-
-            await eventually(owned_again)
+            await reset(kit, how)
+            await owned_again(kit, newest_fence(before))
             recovered_s = time.time() - reset_s
             await fleet.settles()
-            after = await claims_of(kit)
             await traffic.goes_on()
             await traffic.stop()
             await eventually(lambda: fleet.journal.has(traffic.sent))
     journal = fleet.journal
-    told = [line for line in lines if "control plane was reset" in str(line.get("reason", ""))]
-    print(
-        f"bucket {how}: owned again after {recovered_s:.2f} s, {len(journal.repeats)} of {len(journal.starts)} repeated"
-    )
-    assert told or how == "purged", [line["event"] for line in lines if line["log_level"] == "error"]
-    assert min(c.fence_token for c in after.values()) > max(c.fence_token for c in before.values())
+    figures = f"{len(journal.repeats)} of {len(journal.starts)} repeated"
+    print(f"bucket {how}: every partition owned again after {recovered_s:.2f} s, {figures}")
     journal.nothing_is_lost(traffic.sent)
-    journal.fences_never_go_back()
-    journal.order_holds()
-    assert not journal.repeats, "nobody crashed: every position was known"
+    told = [line for line in lines if "control plane was reset" in str(line.get("reason", ""))]
+    assert told or how != "deleted"
+
+
+async def test_who_loses_its_lease_to_a_reset_says_so(kit: Kit) -> None:
+    with structlog.testing.capture_logs() as lines:
+        async with running(kit, 1) as fleet:
+            before = await claims_of(kit)
+            await reset(kit, "made anew")
+            manager = fleet.workers[0].manager
+            assert manager
+            manager._beat.set()  # before the watch can have noticed
+            await owned_again(kit, newest_fence(before))
+    (stopped,) = [line for line in lines if line["event"] == "stopped handling"]
+    assert "control plane was reset" in stopped["reason"]
+
+
+async def test_positions_survive_a_reset_of_the_control_bucket(kit: Kit) -> None:
+    """Nobody crashed, so every position is still known to somebody; what moves must not begin at the first message."""
+    async with Fleet(kit, Journal()) as fleet, Traffic(kit, 200) as traffic:
+        # Joining one by one they share in another way than all at once after the reset.
+        for _ in range(3):
+            await fleet.join()
+            await fleet.settles()
+        await traffic.goes_on(100)
+        before = await claims_of(kit)
+        await reset(kit, "deleted")
+        after = await owned_again(kit, newest_fence(before))
+        assert owners(after) != owners(before), "nothing moved: this test shows nothing"
+        await fleet.settles()
+        await traffic.stop()
+        await eventually(lambda: fleet.journal.has(traffic.sent))
+    repeats = fleet.journal.repeats
+    assert not repeats, f"{len(repeats)} of {len(fleet.journal.starts)} repeated, from sequence {repeats[0].seq}"
+
+
+async def test_after_a_reset_nothing_is_given_out_before_every_lease_of_before_has_ended(kit: Kit) -> None:
+    """Who cannot be reached at that moment acts under its lease of the old bucket, and rightly so."""
+    settings = {"cold_start_window_s": 0.2 * TTL_S}
+    async with (
+        network_to(kit) as network,
+        running(kit, 1, **settings) as fleet,
+        Traffic(kit, 300) as traffic,
+    ):
+        # Slow enough to have work waiting that it does not need a connection for.
+        far = await fleet.join(nats=network.url, takes_s=0.1, ping_interval_s=30.0, **settings)
+        await fleet.settles()
+        await traffic.goes_on(200)
+        before = await claims_of(kit)
+        network.block()
+        await reset(kit, "deleted")
+        await owned_again(kit, newest_fence(before))
+        await eventually(lambda: max(c.fence for c in fleet.journal.starts) > newest_fence(before))
+        await asyncio.sleep(TTL_S / 2)
+        network.block(False)
+        await eventually(lambda: far.state is FleetState.STABLE)
+        await traffic.stop()
+        await eventually(lambda: fleet.journal.has(traffic.sent))
+    fleet.journal.fences_never_go_back()
+
+
+# ── outages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+async def own_kit(nats_server_factory: Callable[..., Server], stream_name: str) -> AsyncIterator[tuple[Kit, Server]]:
+    """A kit on a server that the test may kill; the stream is kept on disk."""
+    server = nats_server_factory()
+    kit = await open_kit(server, stream_name)
+    await kit.create_stream(storage="file")
+    try:
+        yield kit, server
+    finally:
+        await kit.connection.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["together", "one returns late"])
+async def test_a_crash_of_the_server_longer_than_the_leases_moves_and_repeats_nothing(
+    own_kit: tuple[Kit, Server], late: bool
+) -> None:
+    kit, server = own_kit
+    async with network_to(kit) as network, Fleet(kit, Journal()) as fleet, Traffic(kit, 200) as traffic:
+        for n in range(3):
+            await fleet.join(nats=network.url if n == 2 else kit.url)
+        await fleet.settles()
+        await traffic.goes_on(100)
+        before = await claims_of(kit)
+        await server.kill()
+        if late:
+            network.refuse()
+        await asyncio.sleep(TTL_S + 1.2)
+        stopped = len(fleet.journal.starts)
+        await server.restart()
+        back_s = time.time()
+        if late:
+            # Well within the time that a new rebalancer gives everybody to come back.
+            await eventually(lambda: any(c.at_s > back_s for c in fleet.journal.starts[-5:]))
+            await asyncio.sleep(0.3)
+            network.refuse(False)
+        await eventually(lambda: len(fleet.journal.starts) > stopped)
+        resumed_s = fleet.journal.starts[stopped].at_s - back_s
+        await fleet.settles()
+        after = await claims_of(kit)
+        await traffic.goes_on()
+        await traffic.stop()
+        await eventually(lambda: fleet.journal.has(traffic.sent))
+    print(f"first handler {resumed_s:.2f} s after the server was back, {len(fleet.journal.repeats)} repeated")
+    fleet.journal.is_clean(traffic.sent)
+    assert owners(after) == owners(before), "nobody was gone: nothing had to move"
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
+@pytest.mark.parametrize("how", ["silent", "refused"])
+async def test_a_worker_that_is_cut_off_stops_before_its_lease_ends(kit: Kit, how: str, plain: bool) -> None:
+    settings = {"plain": plain, "takes_s": 0.02, "ping_interval_s": 0.7}
+    async with (
+        recorded(kit) as history,
+        network_to(kit) as network,
+        running(kit, 1, **settings) as fleet,
+        Traffic(kit, 200) as traffic,
+    ):
+        far = await fleet.join(nats=network.url, **settings)
+        await fleet.settles()
+        worker_id = far.worker_id
+        theirs = {p.id for p in far.partitions}
+        # It goes on with what waits in its lanes.
+        await eventually(lambda: len(theirs) == 4 and far._reader is not None and far._reader._lanes.held > 20)
+        cut_s = time.time()
+        if how == "silent":
+            network.block()
+        else:
+            network.refuse()
+        await eventually(lambda: bool(history.ended(worker_id)), TTL_S + LATE_S)
+        ended_s = history.ended(worker_id)[0]
+        await eventually(lambda: len(fleet.workers[0].partitions) == 8, LATE_S + 1)
+        waiting = far._reader._lanes.held if far._reader else 0
+        network.block(False)
+        network.refuse(False)
+        await fleet.settles()
+        await traffic.goes_on()
+        await traffic.stop()
+        await eventually(lambda: fleet.journal.has(traffic.sent))
+    starts = fleet.journal.starts
+    last_s = max(c.at_s for c in starts if c.worker == worker_id and c.at_s < ended_s + 0.5 and c.partition in theirs)
+    took_over_s = min(c.at_s for c in starts if c.worker != worker_id and c.partition in theirs and c.at_s > cut_s)
+    print(
+        f"cut off ({how}): last handler {last_s - cut_s:.2f} s later, lease ended at {ended_s - cut_s:.2f} s, "
+        f"others began at {took_over_s - cut_s:.2f} s, {len(fleet.journal.repeats)} repeated"
+    )
+    assert waiting, "it had nothing more to do: this test shows nothing"
+    assert last_s < ended_s
+    assert took_over_s > ended_s
+    fleet.journal.nothing_is_lost(traffic.sent)
+    fleet.journal.order_holds()
+    fleet.journal.fences_never_go_back()
+    history.is_fenced()

@@ -84,6 +84,7 @@ class Rebalancer:
         self._said = office.record
         self._changed = asyncio.Event()
         self._suspects: dict[str, float] = {}
+        self._writing: Sequence[str] = ()
         self._planner = Planner(parts.strategy, parts.policy, elected_s=clock())
 
     async def run(self) -> None:
@@ -117,13 +118,18 @@ class Rebalancer:
             await self._membership.verify()
             evict_at_s = await self._evict()
             decision = self._decide()
+            if await self._resurrect(decision):
+                decision = self._decide()
             await self._act(decision)
         except LeaseLost:
             raise
         except WrongRevision as error:
             self._parts.metrics.claim_failures.inc()
             _log.warning("a claim was changed by somebody else; reading all of them again", error=str(error))
+            before = dict(self._claims.claims)
             await self._load()
+            changed = [p for p in self._writing if before.get(p) != self._claims.claims.get(p)]
+            self._planner.claim_failed(changed, clock())
             self._changed.set()
             return None
         except PartiError as error:
@@ -263,11 +269,25 @@ class Rebalancer:
 
     # ── acting ────────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def _resurrect(self, decision: Decision) -> bool:
+        """Ask the leader about owners whose partitions are to be given away: a watch may have missed somebody.
+
+        True when one of them is there after all.
+        """
+        members, claims = self._membership.members, self._claims.claims
+        takes = [c for c in decision.commands if not isinstance(c, BeginMove) and c.partition in claims]
+        missing = {claims[c.partition].owner for c in takes} - members.keys() - {""}
+        keys = [key_of("ids", worker) for worker in missing]
+        entries = await asyncio.gather(*(self._plane.bucket.get(key) for key in keys))
+        found = [self._membership.entry(key, entry) for key, entry in zip(keys, entries, strict=True) if entry]
+        return any(found)
+
     async def _act(self, decision: Decision) -> None:
         positions = await self._positions(decision.commands)
         commands = list(decision.commands)
         for begin in range(0, len(commands), _BATCH):
             claims = self._claims_for(commands[begin : begin + _BATCH], positions)
+            self._writing = tuple(claims)
             await self._write(claims)
         # Workers whose claims did not change may still need a word: a new process has to be told what it owns, unless
         # everybody is about to get something.

@@ -167,4 +167,4 @@ def key_of(kind: str, name: str) -> str:
 def name_of(key: str) -> str:
     """The name inside a key that `key_of` made."""
     _, _, name = key.partition(".")
-    return _ESCAPED.sub(lambda m: bytes.fromhex(m[0].replace("=", "")).decode(), name)
+    return _ESCAPED.sub(lambda m: bytes.fromhex(m[0].replace("=", "")).decode(errors="replace"), name)
