@@ -59,6 +59,8 @@ class FleetReading:
         store = LeasedStore(plane.bucket, seat)
         if self.reader:
             if self.reader.worker_id == seat.worker_id and await self.reader.continues(store):
+                # At once: after a reset this is all that is known of these partitions.
+                await self.reader.store_progress()
                 return
             _log.warning("starting over under another holding of a worker id", before=self.reader.worker_id)
             await self.reader.stop(store=False)

@@ -33,7 +33,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing
 _CONNECT_S = 3.0
 """Nobody at a terminal wants to wait longer, unless the settings say so."""
 _READ_S = 10.0
-_PIPED_WIDTH = 240
+_PIPED_WIDTH = 1000
 """Whatever reads a pipe has no edge that lines would have to end at."""
 
 

@@ -121,7 +121,10 @@ def _newcomers(number: int, fleet: Fleet, settings: Settings) -> dict[str, Membe
     kinds = Counter((m.capacity, m.weight) for m in fleet.members.values() if m.state == "active")
     usual = settings.capacity if settings.capacity is not None else settings.max_subjects, settings.weight
     capacity, weight = kinds.most_common(1)[0][0] if kinds else usual
-    return {worker: MemberView(0, "active", capacity, weight) for worker in free[:number]}
+    # Incarnations only grow, which is how a new holder of an old id is told from the old one.
+    known = [m.incarnation for m in fleet.members.values()] + [c.incarnation for c in fleet.claims.values()]
+    incarnation = 1 + max(known, default=0)
+    return {worker: MemberView(incarnation, "active", capacity, weight) for worker in free[:number]}
 
 
 def _leavers(names: Sequence[str], fleet: Fleet) -> frozenset[str]:

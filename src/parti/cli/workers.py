@@ -231,20 +231,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("problems", lambda row: "; ".join(row.problems)),
 )
 _BY_WEIGHT = (
-    *("worker", "state", "owns", "moving", "leads", "host:pid", "identity", "version", "started", "capacity"),
-    *(
-        "heartbeat",
-        "pulling",
-        "finished",
-        "msg/s",
-        "failures",
-        "dead letters",
-        "busy",
-        "applied",
-        "subjects",
-        "weight",
-    ),
-    *("failing", "updates", "skipped", "lease", "incarnation", "service", "client", "problems"),
+    *("worker", "state", "owns", "moving", "identity", "host:pid", "version", "started", "leads", "capacity"),
+    *("heartbeat", "pulling", "finished", "msg/s", "failures", "dead letters", "busy", "applied", "subjects"),
+    *("weight", "failing", "updates", "skipped", "lease", "incarnation", "service", "client", "problems"),
 )
 """Every column, the most important ones first."""
 
@@ -347,10 +336,8 @@ def _facts(row: WorkerRow) -> list[tuple[str, str]]:
         ("heartbeat", f"{_heartbeat(row)} ago"),
         ("reading", f"{pulling}, {count(health.subjects, 'subject')}, assignment {health.applied} applied"),
         ("busy", f"{len(health.busy)} to let go, but still handled: {listed(health.busy)}" if health.busy else ""),
-        (
-            "messages",
-            f"{health.finished:,} finished, {health.failures:,} failures, {health.dead_letters:,} dead letters",
-        ),
+        ("messages", f"{health.finished:,} finished, {health.rate:,.0f} a second"),
+        ("failures", f"{health.failures:,}, {count(health.dead_letters, 'dead letter')}"),
         ("updates", updates),
         ("problems", "\n".join(health.problems)),
     ]

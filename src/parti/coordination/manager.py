@@ -111,6 +111,7 @@ class Manager:
         self._beat = asyncio.Event()
         self._ready = asyncio.Event()
         self._stopping = False
+        self._was_reset = False
         self._elections: dict[Role, Election] = {}
         self._hook_tasks: set[asyncio.Future[None]] = set()
         self._running: asyncio.Task[None] | None = None
@@ -241,6 +242,7 @@ class Manager:
                 assert self._plane
                 await self._attend(self._seat, self._plane)
             except ControlPlaneReset as error:
+                self._was_reset = True
                 self._parts.metrics.lease_losses.inc("reset")
                 await self._stand_up(error)
             except LeaseLost as error:
@@ -325,8 +327,10 @@ class Manager:
             await clean_up(plane, office)
             return
         context = SourceContext(parts.api, plane.bucket, parts.stream, parts.template)
+        # After a reset only the workers themselves know their positions: give all of them time to come back.
+        patience_s = s.lease_ttl_s if self._was_reset else 0.0
         policy = Policy(
-            cold_start_window_s=s.cold_start_window_s,
+            cold_start_window_s=max(s.cold_start_window_s, patience_s),
             scale_window_s=s.scale_window_s,
             min_rebalance_interval_s=s.min_rebalance_interval_s,
             takeover_grace_s=s.lease_ttl_s / 3 + 0.5,

@@ -216,17 +216,14 @@ class Rebalancer:
 
     async def _load(self) -> None:
         """Read everything that a predecessor has written."""
-        entries = await self._plane.read("claims.>", "assignment.>", "progress.>")
+        entries = await self._plane.read("claims.>", "assignment.>")
         self._claims.load({k: e for k, e in entries.items() if k.startswith("claims.")})
         self._assignments.clear()
-        self._records.clear()
         for key, entry in entries.items():
             if key.startswith("assignment."):
                 known = self._assignments[name_of(key)] = _Known(entry.revision)
                 if entry.value:
                     known.assignment = decode(entry.value, Assignment)
-            elif key.startswith("progress.") and (record := _progress(entry)):
-                self._records[name_of(key)] = record
         self._stream_created = (await self._plane.api.stream_info(self._parts.stream)).created
         await self._read_source()
 
@@ -386,6 +383,11 @@ class Rebalancer:
         stream = await self._plane.api.stream_info(self._parts.stream) if changing else None
         if stream:
             self._stream_created = stream.created
+        if None in changing.values():
+            # Never claimed: any worker's record may know of them, from before the bucket was made anew, or from alone.
+            for key, entry in (await self._plane.read("progress.>")).items():
+                if record := _progress(entry):
+                    self._records[name_of(key)] = record
         owners = {claim.owner for claim in changing.values() if claim and claim.owner}
         entries = await asyncio.gather(*(self._plane.bucket.get(key_of("progress", owner)) for owner in owners))
         for owner, entry in zip(owners, entries, strict=True):

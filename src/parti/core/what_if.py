@@ -17,7 +17,7 @@ import msgspec
 
 from parti.core.planner import BeginMove, Command, Decision, FleetState, FleetView, Give, MemberView, Planner, Policy
 from parti.model.fleet import Claim, HealthRecord
-from parti.strategies import minimum_moves
+from parti.strategies import Sticky, minimum_moves
 from parti.strategies.interface import Slot, Strategy
 
 _NOW_S = 1e6
@@ -184,15 +184,19 @@ class _Future:
         self._moves.append(Move(partition, claim.owner, give.owner, kind, give.reason, begun_s))
 
     def _minimum(self) -> int:
-        """Partitions of those that leave or are gone need a worker anyway; those of a draining one have to move."""
-        states = {worker: member.state for worker, member in self._members.items()}
+        """Partitions of those that are gone need a worker anyway, and those of one that is away wait for it."""
+        active = {worker for worker, member in self._members.items() if member.state == "active"}
+        draining = {worker for worker, member in self._members.items() if member.state == "draining"}
         previous = {p: self._start[p].next or self._start[p].owner for p in self._partitions}
-        bound = {p: worker for p, worker in previous.items() if states.get(worker) != "away"}
-        slots = [Slot(w, m.capacity, m.weight) for w, m in self._members.items() if m.state == "active"]
-        if not slots:
+        slots = [Slot(w, m.capacity, m.weight) for w, m in self._members.items() if w not in draining]
+        if not active:
             return 0
-        draining = sum(states.get(worker) == "draining" for worker in previous.values())
-        return minimum_moves(tuple(bound), slots, bound) + draining
+        if len(slots) == len(active):
+            least = minimum_moves(self._partitions, slots, previous)
+        else:
+            target = Sticky().assign(self._partitions, slots, previous)
+            least = sum(w in active and target.get(p, w) in active - {w} for p, w in previous.items())
+        return least + sum(worker in draining for worker in previous.values())
 
 
 def _is_wanted(claim: Claim) -> bool:
