@@ -59,6 +59,8 @@ class Costs:
     """Claims in each batch that was written, and how long that took."""
     plans_s: list[float] = field(default_factory=list)
     """CPU time of each decision of the planner."""
+    unclean: int = 0
+    """Workers that have left without having stored everything."""
 
 
 class Host:
@@ -67,6 +69,8 @@ class Host:
     def __init__(self, place: Place, partitions: Sequence[str], settings: Mapping[str, Any]) -> None:
         self.journal: list[Handled] = []
         self.workers: list[Worker] = []
+        self.unclean = 0
+        """Workers that could not store everything when they left."""
         self._app = parti.App(
             stream=place.stream,
             subject=place.template,
@@ -85,7 +89,8 @@ class Host:
         """Start or stop workers, all at once, until there are so many; the newest go first."""
         new = [self._app.worker() for _ in range(number - len(self.workers))]
         self.workers, old = [*self.workers[:number], *new], self.workers[number:]
-        await asyncio.gather(*(worker.start() for worker in new), *(worker.stop() for worker in old))
+        await asyncio.gather(*(worker.start() for worker in new))
+        self.unclean += (await asyncio.gather(*(worker.stop() for worker in old))).count(False)
 
 
 def host(pipe: Pipe, place: Place, partitions: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -100,7 +105,7 @@ async def _host(pipe: Pipe, place: Place, partitions: Sequence[str], settings: M
     mine = Host(place, partitions, settings)
     while (number := await asyncio.to_thread(pipe.recv)) is not None:
         await mine.resize(number)
-        costs.cpu_s = time.process_time()
+        costs.cpu_s, costs.unclean = time.process_time(), mine.unclean
         pipe.send((len(mine.journal), costs))
     await mine.resize(0)
     pipe.send(mine.journal)
@@ -251,6 +256,8 @@ class Phase:
     """Claims in each batch, and milliseconds that it took."""
     latency_ms: tuple[float, float, float]
     """From the sending of a message to its handler: p50, p99, longest."""
+    unclean: int
+    """Workers that left without having stored everything."""
     problems: tuple[str, ...]
 
 
@@ -297,6 +304,7 @@ class Run:
                 plans_cpu_s=round(sum(plans), 3),
                 batches=tuple((n, round(1000 * s, 1)) for n, s in costs[0].batches[len(past[0].batches) :]),
                 latency_ms=(0, 0, 0),
+                unclean=sum(now.unclean - was.unclean for now, was in zip(costs, past, strict=True)),
                 problems=tuple([left] if left else await observer.verify(self._partitions)),
             )
         )
@@ -329,10 +337,7 @@ async def measure(options: argparse.Namespace) -> Outcome:
             async with observing(place) as observer:
                 run, traffic = Run(observer, hosts, partitions), Traffic(observer, partitions, options.rate)
                 await hosts.start_rebalancer()
-                for size in (options.small, options.large, options.small):
-                    if not run.phases:
-                        await run.change(size)
-                        break
+                await run.change(options.small)
                 console.print(f"{options.small} workers settled after {run.phases[0].settled_s} s")
                 async with traffic.flowing():
                     for size in (options.large, options.small):
@@ -393,7 +398,11 @@ def judge(outcome: Outcome) -> list[Verdict]:
             "; ".join(problems) or f"{outcome.shares[0]}-{outcome.shares[1]} for each worker in the end",
             not problems,
         ),
-        Verdict(f"nothing lost, repeated or out of order in {outcome.messages:,} messages", found, findings.clean),
+        Verdict(
+            f"nothing lost, repeated or out of order in {outcome.messages:,} messages",
+            f"{found}, unclean leaves {sum(phase.unclean for phase in phases)}",
+            findings.clean and not any(phase.unclean for phase in phases),
+        ),
         Verdict(
             f"at most {UPDATES_LIMIT} consumer updates of a worker in one change",
             f"most {most}, {sum(phase.skipped for phase in phases)} suppressed",

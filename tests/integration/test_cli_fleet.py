@@ -52,6 +52,7 @@ FLEET: Mapping[str, Any] = {
     "cold_start_window_s": 0.1,
     "scale_window_s": 0.2,
     "min_rebalance_interval_s": 0.1,
+    "lease_ttl_s": 3.0,
 }
 COMMANDS = [("status",), ("workers",), ("plan",)]
 
@@ -205,6 +206,7 @@ async def test_workers_shows_every_field_of_the_records_but_the_token(kit: Kit, 
         for shown in (text, table, detail):
             assert not [m.token for m in records.members.values() if m.token in shown]
         assert "rebalancer" in table
+        assert "Left out" not in table
         assert str(os.getpid()) in detail
 
 
@@ -241,7 +243,7 @@ async def test_a_worker_can_be_named_by_its_identity(kit: Kit, operator: Operato
 async def test_a_lost_worker_whose_partitions_nobody_can_take_is_a_problem(
     kit: Kit, operator: Operator, tmp_path: Path
 ) -> None:
-    target = write_app(tmp_path, kit, PARTITIONS, **FLEET, capacity=5, lease_ttl_s=2)
+    target = write_app(tmp_path, kit, PARTITIONS, **{**FLEET, "capacity": 5, "lease_ttl_s": 2})
     async with fleet_of(kit, 1, capacity=5):
         with WorkerProcess(tmp_path, target, kit.url) as second:
             await operator.all_is_well(2)

@@ -52,21 +52,24 @@ def plan(
     nats: NatsOption = None,
     bucket: BucketOption = None,
 ) -> None:
-    """Show what would move, and why, if workers joined or left; without --join and --leave, what would move now.
+    """Show what would move, and why, if workers joined or left.
 
-    The planner of the rebalancer is run ahead on what the fleet's records say; nothing is written. Strategy and
-    windows are those of the settings here, so use the workers' parti.toml or environment; new workers count as being
-    like most of the others. Exit codes: 0 every partition would have an owner, 1 some would have none, 2 no server,
-    no bucket or no such worker.
+    Without --join and --leave: what would move now. The rebalancer's planner is run ahead on a copy of the fleet's
+    records; nothing is written. The strategy is the rebalancer's, unless --strategy names another; windows come from
+    the settings here. New workers count as being like most of the others. Exit codes: 0 every partition would have an owner, 1 some would
+    have none, 2 no server, no bucket or no such worker.
     """
     settings = read_settings(nats, bucket)
-    chosen = strategy_named(strategy or settings.strategy)
+    strategy_named(strategy or settings.strategy)  # a mistake is said before anything is read
 
     async def read() -> Records:
         async with open_control(settings) as control:
             return await control.read()
 
     records = asyncio.run(read())
+    leader = records.leaders.get("rebalancer")
+    told = leader.strategy if leader and leader.strategy in STRATEGY_NAMES else settings.strategy
+    chosen = strategy_named(strategy or told)
     fleet = _fleet(records)
     change = Change(_newcomers(join, fleet, settings), _leavers(leave or (), fleet))
     outlook = foresee(fleet, change, chosen, _policy(settings))

@@ -12,6 +12,7 @@ import structlog
 
 from parti.coordination.lease import Lease, clock
 from parti.core.lease import LeaseTerms
+from parti.core.planner import Decision
 from parti.errors import LeaseLost, PartiError
 from parti.jetstream.kv import Bucket, Entry, Write
 from parti.model.fleet import LeaderRecord, Role, decode, encode, key_of
@@ -51,12 +52,13 @@ class Office:
 
         await self.lease.acquire(over, value_of)
 
-    def describe(self, state: str, reason: str) -> bool:
+    def describe(self, decision: Decision, strategy: str, wanted: int) -> bool:
         """Change what the next renewal says; True if that is news."""
-        if (state, reason) == (self.record.state, self.record.reason):
-            return False
-        self.record = msgspec.structs.replace(self.record, state=state, reason=reason)
-        return True
+        before = self.record
+        self.record = msgspec.structs.replace(
+            before, state=decision.state.value, reason=decision.reason, strategy=strategy, wanted=wanted
+        )
+        return self.record != before
 
     async def write(self, writes: Sequence[Write] = ()) -> list[int]:
         """Renew the lease and write, in one batch or not at all; returns the revisions.

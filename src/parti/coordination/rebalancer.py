@@ -254,7 +254,7 @@ class Rebalancer:
             left=frozenset(self._membership.left),
         )
         decision = self._planner.step(view)
-        if self._office.describe(decision.state, decision.reason) or decision.commands:
+        if self._office.describe(decision, self._parts.strategy.name, len(view.partitions)) or decision.commands:
             _log.info(
                 f"fleet {decision.state}",
                 reason=decision.reason,
@@ -384,10 +384,12 @@ class Rebalancer:
         if stream:
             self._stream_created = stream.created
         if None in changing.values():
-            # Never claimed: any worker's record may know of them, from before the bucket was made anew, or from alone.
-            for key, entry in (await self._plane.read("progress.>")).items():
-                if record := _progress(entry):
-                    self._records[name_of(key)] = record
+            # Never claimed, but a worker may know of them: from before a reset, or from working alone.
+            self._records |= {
+                name_of(key): record
+                for key, entry in (await self._plane.read("progress.>")).items()
+                if (record := _progress(entry))
+            }
         owners = {claim.owner for claim in changing.values() if claim and claim.owner}
         entries = await asyncio.gather(*(self._plane.bucket.get(key_of("progress", owner)) for owner in owners))
         for owner, entry in zip(owners, entries, strict=True):

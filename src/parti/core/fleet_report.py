@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parti.model.fleet import Claim, HealthRecord, LeaderRecord, MemberRecord
+from parti.strategies.ordering import natural_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class FleetReport:
             found.append("there is no rebalancer")
         if self.unowned:
             found.append(f"{len(self.unowned)} partitions have no live owner")
-        for each in self.workers:
-            if each.health and each.health.problems:
-                found.append(f"{each.worker}: {each.health.problems[0]}")
+        told = Counter(each.health.problems[0] for each in self.workers if each.health and each.health.problems)
+        for problem, count in told.items():
+            found.append(f"{count} worker{'s' * (count > 1)}: {problem}")
         return tuple(found)
 
 
@@ -62,7 +63,7 @@ def report_fleet(
     owned = Counter(c.owner for c in live.values() if c.state == "owned")
     leaving = Counter(c.owner for c in live.values() if c.state == "moving")
     coming = Counter(c.next for c in live.values() if c.state == "moving")
-    names = sorted(members.keys() | {c.owner for c in live.values() if c.owner}, key=_by_number)
+    names = natural_order(members.keys() | {c.owner for c in live.values() if c.owner})
     workers = tuple(
         WorkerReport(
             name,
@@ -78,15 +79,10 @@ def report_fleet(
         workers,
         leader,
         len(live),
-        tuple(sorted(p for p, c in live.items() if c.owner not in members)),
-        tuple(sorted(p for p, c in live.items() if c.state == "moving")),
+        tuple(natural_order(p for p, c in live.items() if c.owner not in members)),
+        tuple(natural_order(p for p, c in live.items() if c.state == "moving")),
     )
 
 
 def _is_current(health: HealthRecord, member: MemberRecord | None) -> bool:
     return member is not None and health.incarnation == member.incarnation
-
-
-def _by_number(worker: str) -> tuple[str, int]:
-    stem, _, number = worker.rpartition("-")
-    return (stem, int(number)) if number.isdigit() else (worker, -1)

@@ -23,7 +23,7 @@ import itertools
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -121,8 +121,7 @@ class Connection:
         connection = cls(settings, plan_dial(settings, name=name))
         attempts = connection._attempts = Attempts(connection._dial)
         try:
-            async with asyncio.timeout(settings.connect_timeout_s):
-                await connection._connect()
+            await _within(connection._connect(), settings.connect_timeout_s)
         except BaseException as error:
             connection._closed = True
             await connection._client.discard()
@@ -406,6 +405,24 @@ class Connection:
         say = log.info if state is ConnectionState.CONNECTED or self._closed else log.warning
         say(f"connection {state}", reason=reason, server=self._client.dialled)
         _call_all(self._state_callbacks, state, reason)
+
+
+async def _within(work: Coroutine[Any, Any, None], seconds: float) -> None:
+    """Run until done, or raise TimeoutError.
+
+    `asyncio.timeout` cancels once, and in Python 3.11 the `wait_for` inside nats-py swallows a cancellation that
+    comes in the same turn of the loop as its own result: the attempts would go on for ever.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise TimeoutError
+        task.result()
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=0.1)
 
 
 def _add(callbacks: list[_T], callback: _T) -> Callable[[], None]:

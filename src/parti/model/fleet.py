@@ -92,6 +92,9 @@ class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     """State of the fleet as the rebalancer sees it."""
     reason: str = ""
     """Why, in a sentence."""
+    strategy: str = ""
+    wanted: int = 0
+    """How many partitions there are to own."""
     since: datetime
     ttl_seconds: float
 
