@@ -492,7 +492,7 @@ def test_problems_are_named() -> None:
     )
     assert picture.partitions == {"owned": 40, "unowned": 20}
     lines = screen_of(records)
-    assert "partitions   60: 40 owned, 0 moving, 20 unowned (etch1.c0, etch1.c1, etch1.c10 and 17 more)" in lines
+    assert "partitions   60: 40 owned, 0 moving, 20 unowned (etch1.c0, etch1.c1, etch1.c2 and 17 more)" in lines
 
 
 def test_a_clock_that_is_wrong_is_noted() -> None:

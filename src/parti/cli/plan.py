@@ -56,8 +56,8 @@ def plan(
 
     Without --join and --leave: what would move now. The rebalancer's planner is run ahead on a copy of the fleet's
     records; nothing is written. The strategy is the rebalancer's, unless --strategy names another; windows come from
-    the settings here. New workers count as being like most of the others. Exit codes: 0 every partition would have an owner, 1 some would
-    have none, 2 no server, no bucket or no such worker.
+    the settings here. New workers count as being like most of the others. Exit codes: 0 every partition would have
+    an owner, 1 some would have none, 2 no server, no bucket or no such worker.
     """
     settings = read_settings(nats, bucket)
     strategy_named(strategy or settings.strategy)  # a mistake is said before anything is read

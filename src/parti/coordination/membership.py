@@ -126,9 +126,14 @@ class Membership:
         return changed
 
     def view(self) -> dict[str, MemberView]:
-        """The members as the planner sees them."""
+        """The members as the planner sees them; one that says impossible things counts as nothing special."""
         return {
-            worker: MemberView(record.incarnation, record.state, record.capacity, record.weight)
+            worker: MemberView(
+                record.incarnation,
+                record.state,
+                max(0, record.capacity),
+                record.weight if 0 < record.weight < float("inf") else 1.0,
+            )
             for worker, record in self.members.items()
         }
 

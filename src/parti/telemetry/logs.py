@@ -88,6 +88,11 @@ def name_process(**fields: str) -> None:
     _process.update(fields)
 
 
+def forget_process() -> None:
+    """Take back what `name_process` has added."""
+    _process.clear()
+
+
 def _add_process(_: object, __: str, event: EventDict) -> EventDict:
     return {**_process, **event}
 

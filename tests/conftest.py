@@ -1,0 +1,23 @@
+"""What all tests share: none of them leaves its logging to the next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from parti.telemetry import logs
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Undo what a command run inside the test process has set up."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    structlog.reset_defaults()
+    logs.forget_process()
+    root.handlers[:] = handlers
+    root.setLevel(level)
