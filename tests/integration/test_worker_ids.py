@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +28,14 @@ from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Write
 from parti.model.fleet import Claim, MemberRecord, decode, key_of, name_of
 
-TTL_S = 2.0
+TTL_S = 1.0
 LATE_S = 1.5
 PROFILE = Profile(host="here", pid=1, version="0", capacity=10, weight=1.0)
 FLEET: dict[str, Any] = {
     "fleet": True,
     "worker_id": None,
-    "lease_ttl_s": TTL_S,
-    "leader_ttl_s": TTL_S,
+    "lease_ttl_s": 2.0,
+    "leader_ttl_s": 2.0,
     "cold_start_window_s": 0.1,
     "scale_window_s": 0.2,
     "min_rebalance_interval_s": 0.2,
@@ -247,9 +246,6 @@ async def test_a_fixed_id_of_a_live_process_is_an_error_that_names_it(registry: 
     async with renewed(live):
         with pytest.raises(WorkerIdTaken, match=r"'press-4' is held by process 1 on here.*--worker-id"):
             await registry.take("b", fixed="press-4")
-    crashed = live
-    taken = await registry.take("c", fixed="press-4")
-    assert taken.incarnation > crashed.incarnation
 
 
 async def test_of_two_that_insist_on_one_id_at_once_one_gets_it(registry: Registry) -> None:
@@ -278,37 +274,44 @@ async def test_of_two_that_insist_on_one_id_at_once_one_gets_it(registry: Regist
 # ── as processes and fleets ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_to_the_end(directory: Path, target: str, url: str, *options: str) -> subprocess.CompletedProcess[str]:
-    arguments = command("worker", target, "--nats", url, *options)
-    return subprocess.run(
-        arguments, cwd=directory, env=environment(), capture_output=True, text=True, timeout=EXIT_S, check=False
+async def run_to_its_end(directory: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
+    """Exit code, and what was said."""
+    process = await asyncio.create_subprocess_exec(
+        *arguments,
+        cwd=directory,
+        env=environment(),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
     )
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), EXIT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
+    return process.returncode, said.decode()
 
 
-async def test_the_command_ends_with_2_and_one_line_when_its_id_is_taken(kit: Kit, tmp_path: Path) -> None:
+async def test_a_process_that_cannot_have_its_id_ends_with_2_and_one_line(kit: Kit, tmp_path: Path) -> None:
+    """One process holds the id; another insists on it; a third takes any, and there is none left."""
     target = write_app(tmp_path, kit, ["p0"], **{**FLEET, "max_workers": 1})
     registry = Registry(await ControlPlane.open(kit.connection, kit.api, f"b{kit.root}", replicas=1))
-    async with renewed(await registry.take("a", fixed="press-4"), await registry.take("b")):
-        taken, none_left = await asyncio.gather(
-            asyncio.to_thread(run_to_the_end, tmp_path, target, kit.url, "--worker-id", "press-4"),
-            asyncio.to_thread(run_to_the_end, tmp_path, target, kit.url),
-        )
-    assert (taken.returncode, none_left.returncode) == (2, 2)
-    for ended, what in ((taken, "'press-4' is held by process 1 on here"), (none_left, "raise max_workers")):
-        (line,) = [line for line in ended.stderr.splitlines() if what in line]
-        assert "Traceback" not in ended.stderr + ended.stdout, line
-
-
-async def test_two_processes_with_one_id_one_holds_it_and_the_other_says_so(kit: Kit, tmp_path: Path) -> None:
-    target = write_app(tmp_path, kit, ["p0"], **FLEET)
-    with WorkerProcess(tmp_path, target, kit.url, "--worker-id", "press-4") as one:
-        await kit.publish(["p0"])
-        await eventually(lambda: len(one.handled) == 1, 20.0)
-        with WorkerProcess(tmp_path, target, kit.url, "--worker-id", "press-4") as other:
-            assert await asyncio.to_thread(other.wait) == 2
-        await kit.publish(["p0"])
-        await eventually(lambda: len(one.handled) == 2)
-        assert await asyncio.to_thread(one.terminate) == 0
+    async with renewed(await registry.take("a", fixed="worker-0")):
+        with WorkerProcess(tmp_path, target, kit.url, "--worker-id", "press-4") as holder:
+            await kit.publish(["p0"])
+            await eventually(lambda: len(holder.handled) == 1, 20.0)
+            refused = await asyncio.gather(
+                run_to_its_end(tmp_path, command("worker", target, "--nats", kit.url, "--worker-id", "press-4")),
+                run_to_its_end(tmp_path, command("worker", target, "--nats", kit.url)),
+            )
+            await kit.publish(["p0"])
+            await eventually(lambda: len(holder.handled) == 2)
+    expected = (f"'press-4' is held by process {holder.process.pid}", "raise max_workers")
+    for (code, text), what in zip(refused, expected, strict=True):
+        assert code == 2
+        (line,) = [line for line in text.splitlines() if what in line]
+        assert line.startswith("parti: ")
+        assert "Traceback" not in text
 
 
 @asynccontextmanager

@@ -79,6 +79,8 @@ class FleetModel:
         self.grace_ends_s = policy.takeover_grace_s
         """Before this nobody may be called lost, because all leases have ended at once."""
         self.planner: Planner | None = Planner(strategy, policy, elected_s=0.0)
+        self.seen: set[str] = set()
+        """Workers that the rebalancer in office has seen."""
         self.members: dict[str, Process] = {}
         self.left: set[str] = set()
         self.claims: dict[str, Claim] = {}
@@ -145,6 +147,7 @@ class FleetModel:
         )
         self.grace_ends_s = self.now_s + (0.0 if stayed else self.policy.takeover_grace_s)
         self.planner = Planner(self.strategy, self.policy, elected_s=self.now_s)
+        self.seen.clear()
         self.left.clear()
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,6 +172,7 @@ class FleetModel:
         """Ask once and carry the answer out; returns it with the commands that could not be written."""
         assert self.planner is not None, "no rebalancer is elected"
         view = self.view()
+        self.seen |= view.members.keys()
         decision = self.planner.step(view)
         refused = [c for c in decision.commands if c.partition in self.refused]
         self._check(view, decision)
@@ -240,7 +244,8 @@ class FleetModel:
             assert view.members[give.owner].state == "active", f"takes nothing new: {give}"
             return
         if claim.owner not in view.members:
-            early = self.now_s < self.grace_ends_s and claim.owner not in view.left
+            unheard_of = claim.owner not in view.left | self.seen
+            early = self.now_s < self.grace_ends_s and unheard_of
             assert not early, f"counted as gone too early: {give}"
         elif claim.owner != give.owner:
             assert claim.state == "moving", f"taken from a member without a move: {give}"

@@ -148,6 +148,7 @@ class Planner:
         self._settled_shares: Mapping[str, _Share] | None = None
         """What everybody had when the strategy was asked and wanted nothing."""
         self._held_back: dict[str, float] = {}
+        self._seen: set[str] = set()
         self._somebody_stayed: bool | None = None
         """Whether at the first look somebody had kept its lease since it was given its partitions."""
 
@@ -165,6 +166,7 @@ class Planner:
                 (member := view.members.get(claim.owner)) and member.incarnation == claim.incarnation
                 for claim in view.claims.values()
             )
+        self._seen |= view.members.keys()
         self._note_members(view)
         self._held_back = {p: until for p, until in self._held_back.items() if until > view.now_s}
         return _Step(self, view).decide()
@@ -282,9 +284,10 @@ class _Step:
         """Whether somebody who is not among the members can be counted as gone.
 
         When the control plane was away for longer than a lease, all leases have ended, though nobody is gone: a new
-        rebalancer gives them time to come back. As long as a single worker has kept its lease, it was not away.
+        rebalancer gives them time to come back. As long as a single worker has kept its lease, it was not away; and
+        whoever was there since the election and no longer is, is gone.
         """
-        if worker in self._view.left or self._planner._somebody_stayed:
+        if worker in self._view.left or worker in self._planner._seen or self._planner._somebody_stayed:
             return True
         ends_s = self._planner._elected_s + self._policy.takeover_grace_s
         if self._view.now_s < ends_s:
