@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
+import psutil
 from benchmarks.audit import MSG_ID, Findings, Handled, audit, read_back
 from benchmarks.fleet import Movement, Observer, Place, observing, shares
 from benchmarks.fleet_steps import Verdict, create_stream
@@ -43,6 +44,7 @@ LIMIT_S = 60.0
 UPDATES_LIMIT = 8
 """Consumer updates of one worker in one change of size, at most: joins and leaves are to be coalesced."""
 _GIVE_UP_S = 90.0
+_RETRY_S = 0.5
 _AT_ONCE = 200
 console = Console(width=None if sys.stdout.isatty() else 150)
 
@@ -61,6 +63,8 @@ class Costs:
     """CPU time of each decision of the planner."""
     unclean: int = 0
     """Workers that have left without having stored everything."""
+    failures: list[str] = field(default_factory=list)
+    """Why workers did not start."""
 
 
 class Host:
@@ -71,6 +75,8 @@ class Host:
         self.workers: list[Worker] = []
         self.unclean = 0
         """Workers that could not store everything when they left."""
+        self.failures: list[str] = []
+        """Why workers did not start."""
         self._app = parti.App(
             stream=place.stream,
             subject=place.template,
@@ -87,10 +93,22 @@ class Host:
 
     async def resize(self, number: int) -> None:
         """Start or stop workers, all at once, until there are so many; the newest go first."""
-        new = [self._app.worker() for _ in range(number - len(self.workers))]
-        self.workers, old = [*self.workers[:number], *new], self.workers[number:]
-        await asyncio.gather(*(worker.start() for worker in new))
+        missing, old = number - len(self.workers), self.workers[number:]
+        new = await asyncio.gather(*(self._start() for _ in range(missing)))
+        self.workers = [*self.workers[:number], *new]
         self.unclean += (await asyncio.gather(*(worker.stop() for worker in old))).count(False)
+
+    async def _start(self) -> Worker:
+        """Start a worker; one that cannot start is followed by another, as under a supervisor."""
+        while True:
+            worker = self._app.worker()
+            try:
+                await worker.start()
+            except PartiError as error:
+                self.failures.append(str(error))
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return worker
 
 
 def host(pipe: Pipe, place: Place, partitions: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -105,7 +123,7 @@ async def _host(pipe: Pipe, place: Place, partitions: Sequence[str], settings: M
     mine = Host(place, partitions, settings)
     while (number := await asyncio.to_thread(pipe.recv)) is not None:
         await mine.resize(number)
-        costs.cpu_s, costs.unclean = time.process_time(), mine.unclean
+        costs.cpu_s, costs.unclean, costs.failures = time.process_time(), mine.unclean, mine.failures
         pipe.send((len(mine.journal), costs))
     await mine.resize(0)
     pipe.send(mine.journal)
@@ -246,8 +264,9 @@ class Phase:
     """Updates that were not sent because nothing had changed, all workers together."""
     rebalancer_cpu_s: float
     """CPU time of the process that holds the rebalancer, and one worker, in this phase."""
-    other_cpu_s: float
-    """Mean CPU time of one worker in the other processes."""
+    workers_cpu_s: float
+    """CPU time of all other workers."""
+    server_cpu_s: float
     plans: int
     plan_ms: float
     """CPU time of the slowest decision."""
@@ -258,23 +277,30 @@ class Phase:
     """From the sending of a message to its handler: p50, p99, longest."""
     unclean: int
     """Workers that left without having stored everything."""
+    failures: tuple[str, ...]
+    """Why workers did not start at the first try."""
     problems: tuple[str, ...]
 
 
 class Run:
     """A fleet that changes its size, seen from outside; `hosts` does what it is told."""
 
-    def __init__(self, observer: Observer, hosts: Hosts, partitions: Sequence[str]) -> None:
+    def __init__(self, observer: Observer, hosts: Hosts, partitions: Sequence[str], server_pid: int) -> None:
         self._observer = observer
         self._hosts = hosts
+        self._server = psutil.Process(server_pid)
         self._partitions = partitions
         self._costs: list[Costs] = []
         self.phases: list[Phase] = []
         self.spans_s: list[tuple[float, float]] = []
 
+    def _server_cpu_s(self) -> float:
+        used = self._server.cpu_times()
+        return used.user + used.system
+
     async def change(self, after: int) -> None:
         """Order another size, wait until all is settled, and note what it took."""
-        observer = self._observer
+        observer, server_cpu_s = self._observer, self._server_cpu_s()
         before, owners, began_s = len(observer.records.members), observer.owners, time.monotonic()
         said = {w: (h.updates, h.updates_skipped) for w, h in observer.records.health.items()}
         await self._hosts.resize(after)
@@ -298,13 +324,17 @@ class Run:
                 updates=(round(100 * statistics.fmean(updates)), max(updates)),
                 skipped=sum(skipped),
                 rebalancer_cpu_s=round(cpu[0], 2),
-                other_cpu_s=round(sum(cpu[1:]) / max(1, max(before, after) - 1), 3),
+                workers_cpu_s=round(sum(cpu[1:]), 2),
+                server_cpu_s=round(self._server_cpu_s() - server_cpu_s, 2),
                 plans=len(plans),
                 plan_ms=round(1000 * max(plans, default=0), 1),
                 plans_cpu_s=round(sum(plans), 3),
                 batches=tuple((n, round(1000 * s, 1)) for n, s in costs[0].batches[len(past[0].batches) :]),
                 latency_ms=(0, 0, 0),
                 unclean=sum(now.unclean - was.unclean for now, was in zip(costs, past, strict=True)),
+                failures=tuple(
+                    text for now, was in zip(costs, past, strict=True) for text in now.failures[len(was.failures) :]
+                ),
                 problems=tuple([left] if left else await observer.verify(self._partitions)),
             )
         )
@@ -335,7 +365,10 @@ async def measure(options: argparse.Namespace) -> Outcome:
         hosts = Hosts(options.hosts, place, partitions, {})
         try:
             async with observing(place) as observer:
-                run, traffic = Run(observer, hosts, partitions), Traffic(observer, partitions, options.rate)
+                run, traffic = (
+                    Run(observer, hosts, partitions, server.pid),
+                    Traffic(observer, partitions, options.rate),
+                )
                 await hosts.start_rebalancer()
                 await run.change(options.small)
                 console.print(f"{options.small} workers settled after {run.phases[0].settled_s} s")
@@ -426,17 +459,22 @@ def show(outcome: Outcome) -> None:
         "handovers": lambda p: f"{p.movement.handovers}",
         "consumer updates of a worker, mean / most": lambda p: f"{p.updates[0] / 100:.2f} / {p.updates[1]}",
         "suppressed updates": lambda p: f"{p.skipped}",
-        "CPU of the rebalancer's process / of another worker": lambda p: f"{p.rebalancer_cpu_s} / {p.other_cpu_s} s",
+        "CPU of the rebalancer's process / of all other workers / of the server": lambda p: (
+            f"{p.rebalancer_cpu_s} / {p.workers_cpu_s} / {p.server_cpu_s} s"
+        ),
         "decisions, CPU of all / of the slowest": lambda p: f"{p.plans}, {p.plans_cpu_s} s / {p.plan_ms} ms",
         "batches, claims in all": lambda p: f"{len(p.batches)}, {sum(n for n, _ in p.batches)}",
         "batch, most claims / slowest": lambda p: (
             f"{max((n for n, _ in p.batches), default=0)} / {max((ms for _, ms in p.batches), default=0)} ms"
         ),
+        "failed starts": lambda p: f"{len(p.failures)}",
         "message to handler p50 / p99 / max": lambda p: " / ".join(f"{ms:,.0f}" for ms in p.latency_ms) + " ms",
     }
     for name, figure in rows.items():
         table.add_row(name, *map(figure, outcome.phases))
     console.print(table)
+    for failure in {failure for phase in outcome.phases for failure in phase.failures}:
+        console.print(f"a worker did not start: {failure}", style="yellow", highlight=False)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

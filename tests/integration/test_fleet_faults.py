@@ -25,6 +25,7 @@ from typing import Any
 import nats
 import pytest
 import structlog
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from tests.integration.conftest import Kit, Sent, eventually, only_suffixes_repeat, open_kit
 from tests.integration.processes import WorkerProcess
@@ -34,7 +35,7 @@ import parti
 from parti.app.worker import Worker
 from parti.core.planner import FleetState
 from parti.embedded import Server
-from parti.errors import PartiError, WrongRevision
+from parti.errors import ConfigError, PartiError, WrongRevision
 from parti.jetstream.kv import Bucket
 from parti.model.fleet import Assignment, Claim, LeaderRecord, MemberRecord, decode, encode, key_of
 
@@ -687,15 +688,15 @@ async def test_workers_that_are_cut_off_stop_before_their_leases_end(kit: Kit) -
         await fleet.settles()
         await eventually(lambda: fleet.journal.has(sent))
     for worker, partitions in theirs.items():
-        calls = [c for c in fleet.journal.starts if c.partition in partitions and c.at_s > cut_s]
-        fence = min(c.fence for c in calls)
-        last_s = max(c.at_s for c in calls if c.fence == fence)
-        took_over_s = min(c.at_s for c in calls if c.fence > fence)
+        for partition in partitions:
+            calls = fleet.journal.by_partition[partition]
+            last_s = max(c.at_s for c in calls if c.fence == calls[0].fence) - cut_s
+            others_s = min(c.at_s for c in calls if c.fence > calls[0].fence) - cut_s
+            after_s = ended_s[worker] - cut_s
+            assert last_s < after_s < others_s
         print(
-            f"cut off: last handler {last_s - cut_s:.2f} s later, lease ended at {ended_s[worker] - cut_s:.2f} s, "
-            f"another began at {took_over_s - cut_s:.2f} s"
+            f"cut off: last handler {last_s:.2f} s later, lease ended at {after_s:.2f} s, others at {others_s:.2f} s"
         )
-        assert last_s < ended_s[worker] < took_over_s
     fleet.journal.nothing_is_lost(sent)
     fleet.journal.order_holds()
     fleet.journal.fences_never_go_back()
@@ -724,6 +725,23 @@ async def test_who_comes_back_does_not_repeat_what_another_has_finished_meanwhil
     assert fleet.workers == [far]
     late = [call for call in fleet.journal.repeats if call not in fleet.journal.starts[:finished]]
     assert not late, f"{len(late)} repeated after it was back, first: {late[0]}"
+
+
+@pytest.mark.xfail(strict=True, reason="the record is compared with the stream as it was when the process started")
+async def test_who_gets_its_id_back_from_another_believes_the_record(kit: Kit) -> None:
+    with structlog.testing.capture_logs() as lines:
+        async with network_to(kit) as network, Fleet(kit, Journal()) as fleet:
+            await fleet.join(nats=network.url, worker_id="press-4")
+            await fleet.settles()
+            network.refuse()
+            other = await fleet.join(worker_id="press-4")
+            sent = await kit.publish(PARTITIONS, 5)
+            await eventually(lambda: fleet.journal.has(sent))
+            assert await fleet.leave(other)
+            network.refuse(False)
+            await fleet.settles()
+    fleet.journal.is_clean(sent)
+    assert not [line["event"] for line in lines if "ahead of the stream" in line["event"]]
 
 
 # ── answers that get lost, records that cannot be read ────────────────────────────────────────────────────────────
@@ -829,6 +847,99 @@ async def test_a_worker_may_be_stopped_twice(kit: Kit) -> None:
         worker = fleet.workers[0]
         await fleet.leave(worker)
         await worker.stop()
+
+
+# ── what cannot go together is said ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.xfail(strict=True, reason="a capacity of 0 counts as unset")
+async def test_a_worker_without_capacity_gets_nothing(kit: Kit) -> None:
+    async with Fleet(kit, Journal()) as fleet:
+        standby = await fleet.join(capacity=0)
+        other = await fleet.join()
+        await eventually(lambda: len(other.partitions) == len(PARTITIONS), 5.0)
+        assert standby.partitions == ()
+
+
+@pytest.mark.xfail(strict=True, reason="it is given more than it can take up, and keeps trying")
+async def test_more_capacity_than_a_consumer_can_carry_is_refused(kit: Kit) -> None:
+    with pytest.raises(ConfigError, match="max_subjects"):
+        await Fleet(kit, Journal()).join(capacity=8, max_subjects=4)
+
+
+@pytest.mark.xfail(strict=True, reason="the prefix is not part of the keys, and nothing tells whose bucket it is")
+async def test_two_deployments_in_one_bucket_do_not_take_each_others_partitions(kit: Kit) -> None:
+    """They differ in stream and prefix and share the bucket, which has the same name by default."""
+    other_stream, other_root = f"{kit.stream}_2", f"{kit.root}x"
+    await kit.api.call(
+        f"STREAM.CREATE.{other_stream}", {"name": other_stream, "subjects": [f"{other_root}.>"], "storage": "memory"}
+    )
+    journal = Journal()
+    try:
+        async with running(kit, 1) as fleet:
+            settings = {**kit.settings, **FLEET, "prefix": f"w{other_root}"}
+            other = parti.App(stream=other_stream, subject=f"{other_root}.{{p}}", partitions=["q0", "q1"], **settings)
+            other.handler(lambda message: journal.note("start", message))
+            try:
+                worker = other.worker()
+                await worker.start()
+            except ConfigError:
+                return  # A clear word is as good.
+            fleet.workers.append(worker)
+            sent = await kit.publish(PARTITIONS)
+            theirs = [await kit.api.publish(f"{other_root}.{p}", b"x") for p in ("q0", "q1")]
+            await eventually(lambda: fleet.journal.has(sent) and journal.has({"q": theirs}), 5.0)
+    finally:
+        await kit.delete_stream(other_stream)
+
+
+@pytest.mark.xfail(strict=True, reason="leases are adopted, and old claims read again, before the reset is noticed")
+async def test_a_bucket_restored_from_a_copy_does_not_bring_back_old_owners(kit: Kit) -> None:
+    stream = f"KV_b{kit.root}"
+    client = await nats.connect(kit.url)
+    try:
+        async with Fleet(kit, Journal()) as fleet, Traffic(kit, 200) as traffic:
+            await fleet.join()
+            await fleet.settles()
+            copy = await backup(client, stream)
+            await fleet.join()
+            await fleet.settles()
+            before = await claims_of(kit)
+            await kit.api.call(f"STREAM.DELETE.{stream}")
+            await restore(client, stream, *copy)
+            await owned_again(kit, newest_fence(before))
+            await fleet.settles()
+            await traffic.stop()
+            await eventually(lambda: fleet.journal.has(traffic.sent))
+    finally:
+        await client.close()
+    fleet.journal.is_clean(traffic.sent)
+
+
+async def backup(client: Client, stream: str) -> tuple[dict[str, Any], list[bytes]]:
+    """A copy of a stream, by the server's own means."""
+    inbox, chunks, complete = client.new_inbox(), list[bytes](), asyncio.Event()
+
+    async def take(message: Msg) -> None:
+        if message.data:
+            chunks.append(message.data)
+            await message.respond(b"")
+        else:
+            complete.set()
+
+    await client.subscribe(inbox, cb=take)
+    request = json.dumps({"deliver_subject": inbox}).encode()
+    answer = json.loads((await client.request(f"$JS.API.STREAM.SNAPSHOT.{stream}", request)).data)
+    await asyncio.wait_for(complete.wait(), 5)
+    return {"config": answer["config"], "state": answer["state"]}, chunks
+
+
+async def restore(client: Client, stream: str, what: dict[str, Any], chunks: Sequence[bytes]) -> None:
+    request = json.dumps(what).encode()
+    answer = json.loads((await client.request(f"$JS.API.STREAM.RESTORE.{stream}", request)).data)
+    for chunk in (*chunks, b""):
+        reply = await client.request(answer["deliver_subject"], chunk, timeout=5)
+    assert "error" not in json.loads(reply.data)
 
 
 # ── real processes ────────────────────────────────────────────────────────────────────────────────────────────────
