@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from parti.app.app import App
     from parti.app.worker import Worker
     from parti.config import Settings
-    from parti.coordination.hooks import WorkerConsumerUpdater
+    from parti.coordination.hooks import WorkerConsumerUpdater, current_worker_id
     from parti.coordination.manager import Manager
     from parti.coordination.sources import Callback, Discovered, FromKey, Static
     from parti.core.planner import FleetState
@@ -57,6 +57,7 @@ __all__ = [
     "Worker",
     "WorkerConsumerUpdater",
     "__version__",
+    "current_worker_id",
 ]
 
 _HOMES = {
@@ -81,6 +82,7 @@ _HOMES = {
     "Template": "parti.model.partition",
     "Worker": "parti.app.worker",
     "WorkerConsumerUpdater": "parti.coordination.hooks",
+    "current_worker_id": "parti.coordination.hooks",
 }
 
 

@@ -125,7 +125,7 @@ class Settings(BaseSettings):
     """Replicas of the buckets and streams that parti creates."""
 
     fleet: bool = True
-    """Share the partitions with all workers of this prefix and bucket; false: read everything alone."""
+    """Share the partitions with all workers of this bucket; false: read everything alone."""
     worker_id: Name | None = None
     """The one id that this worker insists on; unset: the lowest free of `worker-0`, `worker-1`, ..."""
     identity: Name | None = None

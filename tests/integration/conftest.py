@@ -167,9 +167,7 @@ class Kit:
                 sent[partition].append(seq)
         return {p: sorted(seqs) for p, seqs in sent.items()}
 
-    def app(
-        self, handler: Callable[[parti.Message], Any], partitions: Iterable[Any] | None = None, **settings: Any
-    ) -> parti.App:
+    def app(self, handler: Callable[[parti.Message], Any], partitions: Any = None, **settings: Any) -> parti.App:
         app = parti.App(
             stream=self.stream,
             subject=settings.pop("subject", self.template),

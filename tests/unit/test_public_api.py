@@ -30,6 +30,7 @@ PUBLIC = [
     "Worker",
     "WorkerConsumerUpdater",
     "__version__",
+    "current_worker_id",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -27,8 +27,9 @@ class App:
 
     `subject` is a template such as `dc.{tool}.{chamber}.completion`. `partitions` lists the key values, or is a
     function that returns them, a `SubjectMapping` or another source; left out, every subject in the stream that fits
-    the template is a partition. `strategy` decides how a fleet shares them. Further keyword arguments are settings,
-    which beat environment and `parti.toml`.
+    the template is a partition. `strategy` decides how a fleet shares them; `weights` are the loads of single
+    partitions by id, or a quick function that returns them, for strategies that care. Further keyword arguments are
+    settings, which beat environment and `parti.toml`.
 
     Example:
         app = parti.App(stream="DC", subject="dc.{tool}.{chamber}.completion", partitions=["etch1.c1", "etch1.c2"])
@@ -45,6 +46,7 @@ class App:
         subject: str,
         partitions: SourceLike = None,
         strategy: Strategy | None = None,
+        weights: Mapping[str, float] | Callable[[], Mapping[str, float]] | None = None,
         **settings: Any,
     ) -> None:
         if not stream or any(c in stream for c in ".*> \t\r\n/\\"):
@@ -53,6 +55,7 @@ class App:
         self.template = Template(subject)
         self.source = as_source(partitions)
         self.strategy = strategy
+        self.weights = weights if callable(weights) else (lambda: weights)
         self.hooks = Hooks()
         self._every_subject = partitions is None
         self.overrides: Mapping[str, Any] = dict(settings)
@@ -93,7 +96,9 @@ class App:
         settings = load_settings({**self.overrides, **given})
         source = None if self._every_subject and not settings.fleet else self.source
         strategy = self.strategy or strategy_named(settings.strategy)
-        return Worker(settings, Job(self.stream, self.template, source, self._handler, strategy), self.hooks)
+        return Worker(
+            settings, Job(self.stream, self.template, source, self._handler, strategy, self.weights), self.hooks
+        )
 
     @asynccontextmanager
     async def running(self, **overrides: Any) -> AsyncIterator[Worker]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from parti.app.fleet_reading import FleetReading, granted_by
 from parti.config import Settings
+from parti.coordination.control_plane import read_keys
 from parti.coordination.hooks import Hooks
 from parti.coordination.manager import FleetParts, Manager
+from parti.coordination.records import Records
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
 from parti.core.planner import FleetState
 from parti.errors import ConfigError, NotFound, PermissionDenied, ServerTooOld, StreamNotFound, SubjectMismatch
@@ -49,6 +51,8 @@ class Job:
     """None: every subject that fits the template is a partition."""
     handler: Handler
     strategy: Strategy
+    weights: Callable[[], Mapping[str, float] | None] = lambda: None
+    """Loads of single partitions by id, for strategies that care."""
 
 
 class Worker:
@@ -156,6 +160,7 @@ class Worker:
         return partitions
 
     async def _go_alone(self, ports: ReaderPorts, bucket: Bucket, partitions: Sequence[PartitionLike]) -> None:
+        await _check_alone(ports, bucket)
         worker_id = self.settings.worker_id or SOLO_ID
         self.on_worker_id(worker_id)
         self.metrics.worker_id = worker_id
@@ -183,6 +188,7 @@ class Worker:
             job.template,
             job.source,
             job.strategy,
+            job.weights,
             self.metrics,
             self.health,
         )
@@ -300,6 +306,17 @@ class Worker:
         """Messages handled or dead-lettered since the start."""
         before = self._fleet.finished_before if self._fleet else 0
         return before + (self._reader.finished if self._reader else 0)
+
+
+async def _check_alone(ports: ReaderPorts, bucket: Bucket) -> None:
+    """Refuse to work alone beside a running fleet: both would handle everything."""
+    entries = await read_keys(ports.connection, ports.api, bucket.name, ("ids.>",))
+    members = sorted(Records.of(entries).members)
+    if members:
+        raise ConfigError(
+            f"a fleet runs on bucket {bucket.name!r} ({', '.join(members[:5])}), and working alone beside it would "
+            f"handle its messages twice; join it by leaving out --solo (fleet=false), or use another bucket"
+        )
 
 
 def _check_version(connection: Connection) -> None:

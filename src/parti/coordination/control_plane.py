@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parti.errors import ControlPlaneReset, NotFound
+from parti.errors import ConfigError, ControlPlaneReset, NotFound, WrongRevision
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket, Entry
 from parti.jetstream.watch import Watch
+from parti.model.fleet import FleetRecord, decode, encode
 
 
 class ControlPlane:
@@ -40,6 +41,32 @@ class ControlPlane:
     async def read(self, *keys: str) -> dict[str, Entry]:
         """Every key that matches, with its newest value; deleted ones may be there with an empty value."""
         return await read_keys(self.connection, self.api, self.bucket.name, keys)
+
+
+async def agree(bucket: Bucket, ours: FleetRecord) -> FleetRecord:
+    """Return the record of this bucket's fleet, which is `ours` if there was none.
+
+    Raises `ConfigError` when the bucket belongs to workers of another stream, template or prefix: they would take
+    each other's partitions.
+    """
+    while True:
+        entry = await bucket.get("fleet")
+        if entry and entry.value:
+            break
+        try:
+            await bucket.put("fleet", encode(ours), revision=entry.revision if entry else 0)
+        except WrongRevision:
+            continue
+        return ours
+    found = decode(entry.value, FleetRecord)
+    for what in ("stream", "template", "prefix"):
+        theirs, mine = getattr(found, what), getattr(ours, what)
+        if theirs != mine:
+            raise ConfigError(
+                f"bucket {bucket.name!r} belongs to a fleet with {what} {theirs!r}, but this worker has {mine!r}; "
+                f"give each fleet a bucket of its own (PARTI_BUCKET), or delete this one if that fleet is no more"
+            )
+    return found
 
 
 async def read_keys(connection: Connection, api: JetStreamApi, bucket: str, keys: Sequence[str]) -> dict[str, Entry]:

@@ -15,7 +15,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from parti.config import Settings
-from parti.coordination.control_plane import ControlPlane
+from parti.coordination.control_plane import ControlPlane, agree
 from parti.coordination.election import Election, Office
 from parti.coordination.hooks import Hooks, WorkerConsumerUpdater, call_hooks
 from parti.coordination.lease import clock
@@ -41,7 +41,18 @@ from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.kv import Entry, Write
 from parti.jetstream.system_events import client_ref
 from parti.jetstream.watch import Watch
-from parti.model.fleet import ROLES, Assignment, Grant, HealthRecord, LeaderRecord, Role, decode, encode, key_of
+from parti.model.fleet import (
+    ROLES,
+    Assignment,
+    FleetRecord,
+    Grant,
+    HealthRecord,
+    LeaderRecord,
+    Role,
+    decode,
+    encode,
+    key_of,
+)
 from parti.model.partition import Partition, Template
 from parti.strategies.interface import Strategy
 from parti.telemetry.health import Health
@@ -82,6 +93,7 @@ class FleetParts:
     template: Template
     source: PartitionSource
     strategy: Strategy
+    weights: Callable[[], Mapping[str, float] | None]
     metrics: Metrics
     health: Health
 
@@ -100,6 +112,8 @@ class Manager:
         self._state = FleetState.INIT
         self._plane: ControlPlane | None = None
         self._seat: Seat | None = None
+        self._fleet: FleetRecord | None = None
+        self._over: asyncio.TimerHandle | None = None
         self._leader: LeaderRecord | None = None
         self._last_id: str | None = None
         self._offered: Assignment | None = None
@@ -191,6 +205,8 @@ class Manager:
         if seat:
             self._seat = None
             left = await seat.leave(back_within_s=self._settings.rejoin_s)
+        if self._over:
+            self._over.cancel()
         self._reading.permit(NEVER_S)
         self._set_state(FleetState.STOPPED, "left the fleet")
         return left
@@ -200,6 +216,7 @@ class Manager:
         parts, settings = self._parts, self._settings
         self._set_state(FleetState.CLAIMING_ID, "needs a worker id")
         plane = await ControlPlane.open(parts.connection, parts.api, settings.bucket, replicas=settings.replicas)
+        self._fleet = await self._found(plane)
         ids = WorkerIds(
             plane.bucket,
             lambda: plane.read("ids.>"),
@@ -219,13 +236,29 @@ class Manager:
             "holds a worker id", worker=seat.worker_id, incarnation=seat.incarnation, identity=settings.identity
         )
 
+    async def _found(self, plane: ControlPlane) -> FleetRecord:
+        """Make sure that the bucket is this fleet's; the first one to come says what the fleet is."""
+        parts, s = self._parts, self._settings
+        stream = await parts.api.stream_info(parts.stream)
+        first = stream.last_seq + 1 if s.start == "new" else 1
+        ours = FleetRecord(
+            prefix=s.prefix,
+            stream=parts.stream,
+            template=parts.template.text,
+            stream_created=stream.created,
+            first_seq=first,
+        )
+        if self._fleet and self._fleet.stream_created == stream.created:
+            ours = self._fleet  # the bucket was made anew: what was new then is not new now
+        return await agree(plane.bucket, ours)
+
     def _profile(self) -> Profile:
         s = self._settings
         return Profile(
             host=socket.gethostname(),
             pid=os.getpid(),
             version=__version__,
-            capacity=s.capacity or s.max_subjects,
+            capacity=s.max_subjects if s.capacity is None else s.capacity,
             weight=s.weight,
             service=self._service,
             client=client_ref(self._parts.connection),
@@ -242,15 +275,28 @@ class Manager:
                 assert self._plane
                 await self._attend(self._seat, self._plane)
             except ControlPlaneReset as error:
-                self._was_reset = True
-                self._parts.metrics.lease_losses.inc("reset")
+                self._note_reset()
                 await self._stand_up(error)
             except LeaseLost as error:
-                self._parts.metrics.lease_losses.inc("ended")
-                await self._stand_up(error)
+                await self._stand_up(await self._why_lost(error))
             except PartiError as error:
                 await self._stand_up(error)
                 await asyncio.sleep(_RETRY_S)
+
+    def _note_reset(self) -> None:
+        self._was_reset = True
+        self._parts.metrics.lease_losses.inc("reset")
+
+    async def _why_lost(self, lost: LeaseLost) -> PartiError:
+        """Tell a lease that has ended from a bucket that has gone with it."""
+        try:
+            if self._plane:
+                await _check_reset(self._plane)
+        except ControlPlaneReset as reset:
+            self._note_reset()
+            return reset
+        self._parts.metrics.lease_losses.inc("ended")
+        return lost
 
     async def _stand_up(self, error: PartiError) -> None:
         """Nothing may be started any more until an id is held again."""
@@ -329,6 +375,7 @@ class Manager:
         context = SourceContext(parts.api, plane.bucket, parts.stream, parts.template)
         # After a reset only the workers themselves know their positions: give all of them time to come back.
         patience_s = s.lease_ttl_s if self._was_reset else 0.0
+        assert self._fleet
         policy = Policy(
             cold_start_window_s=max(s.cold_start_window_s, patience_s),
             scale_window_s=s.scale_window_s,
@@ -344,6 +391,8 @@ class Manager:
                 parts.template,
                 source,
                 parts.strategy,
+                parts.weights,
+                self._fleet,
                 policy,
                 s.lease_ttl_s,
                 parts.metrics,
@@ -382,8 +431,18 @@ class Manager:
 
     def _renewed(self) -> None:
         self._parts.metrics.lease_renewals.inc()
+        if self._over:
+            self._over.cancel()
+        if self._seat:
+            left_s = max(0.0, self._seat.lease.ends_at_s - clock())
+            self._over = asyncio.get_running_loop().call_later(left_s, self._lease_over)
         if self._seat and self._applied and self._applied.incarnation == self._seat.incarnation:
             self._reading.permit(self._seat.lease.ends_at_s)
+
+    def _lease_over(self) -> None:
+        """Nothing was heard of the control plane for the length of a lease: no handler is started any more."""
+        if self._seat and not self._seat.lease.held and not self._stopping:
+            self._set_state(FleetState.DEGRADED, "the control plane cannot be reached")
 
     async def _keep_beating(self, seat: Seat, plane: ControlPlane) -> None:
         """Renew the lease, with news of this worker, before it can end; raise when it is lost."""
@@ -392,10 +451,7 @@ class Manager:
             beaten = await self._try_beat(seat)
             if not beaten:
                 await _check_reset(plane)
-                now_s = clock()
-                if now_s >= seat.lease.ends_at_s:
-                    self._set_state(FleetState.DEGRADED, "the control plane cannot be reached")
-                pause_s = seat.lease.terms.retry_after(now_s, seat.lease.ends_at_s)
+                pause_s = seat.lease.terms.retry_after(clock(), seat.lease.ends_at_s)
             else:
                 pause_s = max(0.05, seat.lease.renew_at_s - clock())
             try:

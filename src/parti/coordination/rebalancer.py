@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,7 +24,7 @@ from parti.jetstream.api import StreamInfo
 from parti.jetstream.kv import MARKER_TTL_S, Entry, Write
 from parti.jetstream.system_events import SystemEvents
 from parti.jetstream.watch import Watch
-from parti.model.fleet import Assignment, Claim, Grant, HealthRecord, decode, encode, key_of, name_of
+from parti.model.fleet import Assignment, Claim, FleetRecord, Grant, HealthRecord, decode, encode, key_of, name_of
 from parti.model.partition import Partition, Template
 from parti.strategies.interface import Strategy
 from parti.telemetry.metrics import Metrics
@@ -51,6 +51,8 @@ class RebalancerParts:
     template: Template
     source: SourceReader
     strategy: Strategy
+    weights: Callable[[], Mapping[str, float] | None]
+    fleet: FleetRecord
     policy: Policy
     ttl_s: float
     metrics: Metrics
@@ -252,6 +254,7 @@ class Rebalancer:
             claims=self._claims.claims,
             health=self._health,
             left=frozenset(self._membership.left),
+            weights=self._parts.weights(),
         )
         decision = self._planner.step(view)
         if self._office.describe(decision, self._parts.strategy.name, len(view.partitions)) or decision.commands:
@@ -395,7 +398,7 @@ class Rebalancer:
         for owner, entry in zip(owners, entries, strict=True):
             if entry and (record := _progress(entry)):
                 self._records[owner] = record
-        return _Positions(stream, self._partitions, changing, self._records)
+        return _Positions(stream, self._parts, changing, self._records)
 
 
 class _Positions:
@@ -404,12 +407,13 @@ class _Positions:
     def __init__(
         self,
         stream: StreamInfo | None,
-        partitions: Mapping[str, Partition],
+        parts: RebalancerParts,
         claims: Mapping[str, Claim | None],
         records: Mapping[str, Progress],
     ) -> None:
         self.stream_created = stream.created if stream else ""
-        self._partitions = partitions
+        self._template = parts.template
+        self._first = parts.fleet.first_seq if parts.fleet.stream_created == self.stream_created else 1
         self._claims = claims
         self._records = {
             worker: record
@@ -418,16 +422,14 @@ class _Positions:
         }
 
     def of(self, partition_id: str) -> int:
-        """The position of a partition; 0 when nobody has ever had it."""
-        claim, partition = self._claims.get(partition_id), self._partitions.get(partition_id)
-        known = claim.position if claim and claim.stream_created == self.stream_created else 0
-        if partition is None:
-            return known
+        """The position of a partition; where the fleet began, when nobody has ever had it."""
+        claim, subject = self._claims.get(partition_id), self._template.partition(partition_id).subject
+        known = claim.position if claim and claim.stream_created == self.stream_created else self._first
         if claim and claim.owner:
             records = [self._records[claim.owner]] if claim.owner in self._records else []
         else:
             records = list(self._records.values()) if claim is None else []
-        return max([known, *(record.position(partition_id, partition.subject) for record in records)])
+        return max([known, *(record.position(partition_id, subject) for record in records)])
 
 
 def _progress(entry: Entry) -> Progress | None:

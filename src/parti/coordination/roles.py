@@ -37,7 +37,7 @@ async def monitor(plane: ControlPlane, metrics: Metrics) -> None:
             report = records.report()
             metrics.fleet_workers.value = len(records.members)
             metrics.fleet_partitions.value = report.partitions
-            metrics.fleet_unowned.value = len(report.unowned)
+            metrics.fleet_unowned.value = len(report.unowned) + report.unclaimed
             metrics.fleet_moving.value = len(report.moving)
             problems = set(report.problems)
             since = {problem: since.get(problem, clock()) for problem in problems}

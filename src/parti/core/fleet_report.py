@@ -39,11 +39,18 @@ class FleetReport:
     moving: tuple[str, ...]
 
     @property
+    def unclaimed(self) -> int:
+        """Partitions that the rebalancer knows of and that nobody has ever claimed."""
+        return max(0, self.leader.wanted - self.partitions) if self.leader else 0
+
+    @property
     def problems(self) -> tuple[str, ...]:
         """What an operator should look at, in sentences."""
         found = []
         if self.leader is None:
             found.append("there is no rebalancer")
+        if self.unclaimed and self.leader and self.leader.state == "degraded":
+            found.append(f"{self.unclaimed} partitions have never had an owner: {self.leader.reason}")
         if self.unowned:
             found.append(f"{len(self.unowned)} partitions have no live owner")
         told = Counter(each.health.problems[0] for each in self.workers if each.health and each.health.problems)

@@ -1,5 +1,6 @@
 """The records of the control plane, as they lie in the key-value bucket.
 
+    fleet                 FleetRecord    what this fleet works on; written once, by the first worker
     ids.<worker>          MemberRecord   lease of a stable worker id; written by its holder, expires by itself
     health.<worker>       HealthRecord   what that worker has applied and how it fares
     progress.<worker>     Progress       its positions (`parti.core.progress`)
@@ -26,6 +27,17 @@ ClaimState = Literal["owned", "moving", "free"]
 """`moving`: the owner is to let go of it, then `next` gets it. `free`: nobody owns it."""
 Role = Literal["rebalancer", "monitor", "cleanup"]
 ROLES: tuple[Role, ...] = ("rebalancer", "monitor", "cleanup")
+
+
+class FleetRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What the fleet of this bucket works on: workers of another stream or template have no business here."""
+
+    prefix: str
+    stream: str
+    template: str
+    stream_created: str
+    first_seq: int
+    """Where a partition begins that nobody has ever had, as long as the stream is the one made at that time."""
 
 
 class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -152,8 +152,11 @@ class Lanes:
             self.on_ready()
 
     def fence(self, tokens: Mapping[str, int]) -> None:
-        """Give every partition its fence token; what has not been started carries the new one."""
-        self.fences = dict(tokens)
+        """Give these partitions their fence tokens; what has not been started carries the new one.
+
+        Others keep theirs: they are about to be released, but what still starts until then is rightly started.
+        """
+        self.fences = {**self.fences, **tokens}
         for partition_id, lane in self._lanes.items():
             if lane.ownership.fence != self.fences.get(partition_id, 0):
                 self._refence(lane, self._ownership(lane.ownership.partition))

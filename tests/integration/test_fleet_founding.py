@@ -1,0 +1,76 @@
+"""What a bucket belongs to, where partitions begin, and what is remembered of them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.integration.conftest import Kit, Record, eventually
+
+import parti
+from parti.errors import ConfigError
+
+FLEET = {
+    "fleet": True,
+    "worker_id": None,
+    "cold_start_window_s": 0.05,
+    "scale_window_s": 0.1,
+    "min_rebalance_interval_s": 0.1,
+}
+
+
+async def test_a_worker_of_another_app_is_refused(kit: Kit, record: Record) -> None:
+    async with kit.app(record.handle, ["a"], **FLEET).running():
+        pass
+    other = kit.app(record.handle, ["a.b"], subject=f"{kit.root}.{{p}}.{{q}}", **FLEET).worker()
+    with pytest.raises(ConfigError, match=r"belongs to a fleet with template .*PARTI_BUCKET"):
+        await other.start()
+
+
+async def test_working_alone_beside_a_fleet_is_refused(kit: Kit, record: Record) -> None:
+    async with kit.app(record.handle, ["a"], **FLEET).running():
+        alone = kit.app(record.handle, ["a"]).worker()
+        with pytest.raises(ConfigError, match=r"a fleet runs on bucket .*worker-0"):
+            await alone.start()
+
+
+async def test_new_means_newer_than_the_fleet(kit: Kit, record: Record) -> None:
+    await kit.publish(["old"], each=3)
+    source = parti.Discovered(refresh_s=0.05)
+    async with kit.app(record.handle, source, start="new", **FLEET).running():
+        sent = await kit.publish(["old", "found"], each=3)
+        await record.reaches(6)
+    record.is_exactly(sent)
+
+
+async def test_a_partition_that_is_named_again_goes_on_where_it_was(kit: Kit, record: Record) -> None:
+    wanted = ["a", "b"]
+    app = kit.app(record.handle, parti.Callback(lambda: list(wanted), refresh_s=0.05), **FLEET)
+    async with app.running() as first:
+        sent = await kit.publish(["a", "b"], each=5)
+        await record.reaches(10)
+        wanted.remove("a")
+        await eventually(lambda: len(first.partitions) == 1)
+    more = await kit.publish(["a"], each=2)
+    wanted.append("a")
+    async with app.running(worker_id="another"):
+        await record.reaches(12)
+    record.is_exactly({"a": sent["a"] + more["a"], "b": sent["b"]})
+
+
+async def test_what_starts_while_a_partition_leaves_carries_its_token(kit: Kit) -> None:
+    fences: dict[str, list[int]] = {}
+
+    async def handle(message: parti.Message) -> None:
+        fences.setdefault(message.partition.id, []).append(message.fence)
+
+    partitions = [f"p{n}" for n in range(8)]
+    async with kit.app(handle, partitions, **FLEET).running() as one:
+        async with kit.app(handle, partitions, **FLEET).running() as two:
+            while len(two.partitions) < 4:
+                await kit.publish(partitions)
+            await eventually(lambda: len(one.partitions) == 4)
+        await eventually(lambda: len(one.partitions) == 8)
+        await kit.publish(partitions)
+        await eventually(lambda: all(len(set(f)) >= 1 for f in fences.values()))
+    for tokens in fences.values():
+        assert tokens[0] > 0
+        assert tokens == sorted(tokens), "tokens never go back"
