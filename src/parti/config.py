@@ -364,6 +364,12 @@ def _timing_problems(s: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
             f"max_ack_pending={s.max_ack_pending} = {limit:g}; lower pull_batch or raise max_ack_pending",
             ("pull_batch", "backpressure", "max_ack_pending"),
         )
+    if s.capacity is not None and s.capacity > s.max_subjects:
+        yield (
+            f"capacity={s.capacity} must be at most max_subjects={s.max_subjects}, since each partition is a subject "
+            f"of the worker's consumer; raise max_subjects too",
+            ("capacity", "max_subjects"),
+        )
     if s.fleet and s.inactive_threshold_s <= s.rejoin_s:
         yield (
             f"inactive_threshold_s={s.inactive_threshold_s:g} must exceed rejoin_s={s.rejoin_s:g}, or the server "

@@ -181,7 +181,11 @@ async def test_login_inside_the_address_works_and_is_never_shown() -> None:
         assert "wr0ng" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["", "no key here", "SUAM", credentials("a.b.c", "SUAM"), Key("account").seed])
+@pytest.mark.parametrize(
+    "text",
+    ["", "no key here", "SUAM", credentials("a.b.c", "SUAM"), Key("account").seed],
+    ids=["empty", "words", "half a seed", "half a seed inside", "of an account"],
+)
 @pytest.mark.parametrize("setting", ["nkey_seed_file", "credentials_file"])
 async def test_damaged_key_file_is_a_config_error(setting: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "key"

@@ -20,8 +20,8 @@ from nats.aio.msg import Msg
 from tests.integration.conftest import Kit, Record, eventually, merge
 
 import parti
-from parti.errors import ApiError, ConfigError, OverlappingSubjects, SubjectMismatch, TooManySubjects
 from parti.app.worker import Worker
+from parti.errors import ApiError, ConfigError, OverlappingSubjects, SubjectMismatch, TooManySubjects
 
 RIVAL = "rival"
 PARTITIONS = [f"p{n}" for n in range(20)]

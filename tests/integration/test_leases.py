@@ -157,9 +157,6 @@ async def test_an_expired_lease_is_lost_even_if_nobody_else_came(bucket: Bucket)
     assert await bucket.get("extra") is None
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the server cuts a time to live to whole seconds: 1.9 s is 1, and its holder acts for 1.7 s"
-)
 async def test_a_lease_that_is_no_whole_number_of_seconds_ends_for_its_holder_first(bucket: Bucket) -> None:
     holder = Contender(bucket, "one", ttl_s=1.9)
     await holder.acquire()
@@ -488,10 +485,6 @@ async def test_who_resigns_is_followed_at_once_and_only_one_serves(kit: Kit, buc
     assert max(latencies_s[1:]) < 1.0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the work of a role is cancelled only when the renewal, and the reading back after it, have timed out",
-)
 async def test_a_leader_that_cannot_renew_stops_before_its_lease_can_have_ended(
     nats_server: Server, bucket: Bucket
 ) -> None:

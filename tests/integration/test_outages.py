@@ -22,8 +22,8 @@ from nats.js.api import StorageType, StreamConfig
 from tests.integration.proxy import proxy_to
 
 import parti
-from parti.embedded import Cluster, Server
 from parti.app.worker import Worker
+from parti.embedded import Cluster, Server
 
 Servers = str | list[str]
 PARTITIONS = [f"p{n}" for n in range(40)]

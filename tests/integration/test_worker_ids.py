@@ -156,7 +156,6 @@ async def test_an_id_taken_without_an_answer_is_ours_at_the_next_try(nats_server
     assert (await registry.take("t1")).worker_id == "worker-1"
 
 
-@pytest.mark.xfail(strict=True, reason="WorkerIds.take decodes every record and ends with msgspec's error")
 @pytest.mark.parametrize("worker", ["worker-0", "worker-5"])
 async def test_an_unreadable_record_does_not_keep_others_from_an_id(registry: Registry, worker: str) -> None:
     await registry.plane.bucket.put(key_of("ids", worker), b"not json", revision=0)
@@ -210,7 +209,6 @@ async def test_after_a_crash_the_same_identity_waits_for_its_id(registry: Regist
         await crashed.renew()
 
 
-@pytest.mark.xfail(strict=True, reason="the id that was waited for is forgotten when its lease has ended")
 async def test_after_a_crash_the_same_identity_gets_its_id_although_a_lower_one_is_free(registry: Registry) -> None:
     lower = await registry.take("z")
     crashed = await registry.take("a", identity="pod-a")

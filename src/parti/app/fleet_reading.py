@@ -12,7 +12,8 @@ from parti.coordination.control_plane import ControlPlane
 from parti.coordination.manager import Manager
 from parti.coordination.worker_ids import Seat
 from parti.core.lease import NEVER_S
-from parti.jetstream.kv import Bucket, Entry, Write
+from parti.errors import LeaseLost
+from parti.jetstream.kv import Bucket, Entry
 from parti.model.partition import Partition
 from parti.worker.reader import Granted, Reader, ReaderPorts
 
@@ -20,7 +21,11 @@ _log = structlog.get_logger("parti.worker")
 
 
 class LeasedStore:
-    """The bucket as a worker may write to it: every write renews its lease, or has no effect."""
+    """The bucket as a worker may write to it: only while it holds its lease.
+
+    A write that leaves just before the lease ends may arrive after it. That is harmless: positions are facts, and
+    whoever has been given a partition meanwhile goes by its claim.
+    """
 
     def __init__(self, bucket: Bucket, seat: Seat) -> None:
         self._bucket = bucket
@@ -32,7 +37,9 @@ class LeasedStore:
 
     async def put(self, key: str, value: bytes, *, revision: int) -> int:
         """Write a key under the lease; raises `LeaseLost` when it has ended."""
-        return (await self._seat.renew([Write(key, value, revision)]))[0]
+        if not self._seat.lease.held:
+            raise LeaseLost(f"the lease {self._seat.lease.key} has ended")
+        return await self._bucket.put(key, value, revision=revision)
 
 
 class FleetReading:

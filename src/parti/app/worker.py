@@ -76,6 +76,7 @@ class Worker:
         self._server: MetricsServer | None = None
         self._service: MicroService | None = None
         self._solo: Reader | None = None
+        self._stopped = False
         self._fleet: FleetReading | None = None
 
     async def start(self) -> None:
@@ -243,7 +244,9 @@ class Worker:
         What was received and not started is left to the next owner. With `drain=False`, or after
         `drain_timeout_s`, running handlers are cancelled and their messages will be delivered again.
         """
-        clean = True
+        if self._stopped:
+            return True
+        self._stopped, clean = True, True
         if self.manager:
             await self.manager.drain()
         if self._reader:

@@ -60,6 +60,11 @@ class ClaimStore:
                 _log.error("a claim is unreadable; it will be made anew", partition=partition, error=str(error))
         self._fence = max([self._fence, *(claim.fence_token for claim in self.claims.values())])
 
+    @property
+    def newest_fence(self) -> int:
+        """The largest fence token given out or found."""
+        return self._fence
+
     def next_fence(self) -> int:
         """A fence token larger than any before."""
         self._fence += 1

@@ -13,7 +13,7 @@ import structlog
 from parti.coordination.lease import Lease, clock
 from parti.core.lease import LeaseTerms
 from parti.core.planner import Decision
-from parti.errors import LeaseLost, PartiError
+from parti.errors import ControlPlaneReset, LeaseLost, PartiError
 from parti.jetstream.kv import Bucket, Entry, Write
 from parti.model.fleet import LeaderRecord, Role, decode, encode, key_of
 
@@ -35,22 +35,22 @@ class Office:
         self.lease = Lease(bucket, key_of("leader", role), terms, self._is_ours)
 
     def _is_ours(self, value: bytes) -> bool:
-        found = decode(value, LeaderRecord)
-        return (found.token, found.term) == (self.record.token, self.record.term)
+        found = _decoded(value)
+        return found is not None and (found.token, found.term) == (self.record.token, self.record.term)
 
     @property
     def term(self) -> int:
         """Number of this holding; larger than that of every earlier holder."""
         return self.record.term
 
-    async def take(self, over: Entry | None) -> None:
-        """Win the role; raises `LeaseLost` when somebody else does."""
+    async def take(self, over: Entry | None, *, floor: int = 0) -> None:
+        """Win the role with a term above `floor`; raises `LeaseLost` when somebody else does."""
 
         def value_of(term: int) -> bytes:
             self.record = msgspec.structs.replace(self.record, term=term, since=datetime.now(UTC))
             return encode(self.record)
 
-        await self.lease.acquire(over, value_of)
+        await self.lease.acquire(over, value_of, floor=floor)
 
     def describe(self, decision: Decision, strategy: str, wanted: int) -> bool:
         """Change what the next renewal says; True if that is news."""
@@ -83,6 +83,7 @@ class Election:
         token: str,
         ttl_s: float,
         serve: Callable[[Office], Awaitable[None]],
+        floor: Callable[[], int] = lambda: 0,
     ) -> None:
         self.role = role
         self.office: Office | None = None
@@ -91,6 +92,7 @@ class Election:
         self._token = token
         self._terms = LeaseTerms(ttl_s, RENEW_SHARE)
         self._serve = serve
+        self._floor = floor
         self._news = asyncio.Event()
 
     def hint(self) -> None:
@@ -117,7 +119,7 @@ class Election:
                 entry = await self._bucket.get(key_of("leader", self.role))
                 if entry is None or not entry.value or self._is_left_over(entry.value):
                     office = Office(self._bucket, self._terms, self.role, self._holder, self._token)
-                    await office.take(entry)
+                    await office.take(entry, floor=self._floor())
                     return office
             except LeaseLost:
                 pass
@@ -130,38 +132,44 @@ class Election:
                 pass
 
     def _is_left_over(self, value: bytes) -> bool:
-        """Whether the lease is one that this very process won without learning of it."""
-        return decode(value, LeaderRecord).token == self._token
+        """Whether nobody else holds the role: this process won it without learning of it, or nobody can read it."""
+        found = _decoded(value)
+        return found is None or found.token == self._token
 
     async def _hold(self, office: Office) -> None:
         serving = asyncio.ensure_future(self._serve(office))
+        keeping = asyncio.ensure_future(self._keep(office))
+        both = {serving, keeping}
         try:
-            while office.lease.held and not serving.done():
-                pause_s = max(0.0, office.lease.renew_at_s - clock())
-                if pause_s:
-                    await asyncio.wait({serving}, timeout=pause_s)
-                    continue
-                if not await self._renew(office):
-                    return
+            while office.lease.held and not any(task.done() for task in both):
+                # Not a moment longer than the lease, even if the answer to a renewal is still awaited.
+                left_s = office.lease.ends_at_s - clock()
+                await asyncio.wait(both, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-        error = serving.exception() if serving.done() and not serving.cancelled() else None
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+        error = serving.exception() if not serving.cancelled() else None
         if error and not isinstance(error, LeaseLost):
             _log.error("the work of a role failed; it is given up", role=self.role, error=repr(error))
             await asyncio.sleep(1.0)
 
-    async def _renew(self, office: Office) -> bool:
-        """One renewal; False when the role is lost."""
-        try:
-            await office.write()
-        except LeaseLost as error:
-            _log.warning("lost a role", role=self.role, reason=str(error))
-            return False
-        except PartiError as error:
-            now_s, ends_at_s = clock(), office.lease.ends_at_s
-            if now_s >= ends_at_s:
-                _log.warning("could not renew a role in time", role=self.role, error=str(error))
-                return False
-            await asyncio.sleep(min(self._terms.retry_after(now_s, ends_at_s), max(0.0, ends_at_s - now_s)))
-        return True
+    async def _keep(self, office: Office) -> None:
+        """Renew the lease again and again; returns when it is lost."""
+        while True:
+            await asyncio.sleep(max(0.0, office.lease.renew_at_s - clock()))
+            try:
+                await office.write()
+            except (LeaseLost, ControlPlaneReset) as error:
+                _log.warning("lost a role", role=self.role, reason=str(error))
+                return
+            except PartiError as error:
+                _log.warning("could not renew a role", role=self.role, error=str(error))
+                await asyncio.sleep(self._terms.retry_after(clock(), office.lease.ends_at_s))
+
+
+def _decoded(value: bytes) -> LeaderRecord | None:
+    try:
+        return decode(value, LeaderRecord)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return None

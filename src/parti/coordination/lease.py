@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from parti.core.lease import NEVER_S, LeaseTerms, epoch
-from parti.errors import LeaseLost, PartiError, RequestTimeout, WrongRevision
+from parti.errors import ControlPlaneReset, LeaseLost, PartiError, RequestTimeout, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, Bucket, Entry, Write, epoch_base
 
 _END_S = 2.0
@@ -41,14 +41,23 @@ class Lease:
         """Whether the holder may act now."""
         return clock() < self.ends_at_s
 
-    async def acquire(self, over: Entry | None, value_of: Callable[[int], bytes], extra: Sequence[Write] = ()) -> int:
+    async def acquire(
+        self,
+        over: Entry | None,
+        value_of: Callable[[int], bytes],
+        extra: Sequence[Write] = (),
+        *,
+        floor: int = 0,
+    ) -> int:
         """Take the key over what was found there; returns the epoch of this holding.
 
-        `value_of(epoch)` makes the value. Raises `LeaseLost` when somebody else was quicker.
+        `value_of(epoch)` makes the value. Epochs grow by themselves, unless the bucket was restored from a copy: then
+        `floor`, the largest one that this process knows of, sees to it. Raises `LeaseLost` when somebody else was
+        quicker.
         """
         async with self._lock:
             info = await self._bucket.info()
-            number = epoch(epoch_base(info.created), info.last_seq)
+            number = max(epoch(epoch_base(info.created), info.last_seq), floor + 1)
             self._revision = over.revision if over else 0
             try:
                 await self._write(value_of(number), extra)
@@ -98,6 +107,9 @@ class Lease:
             self.ends_at_s = NEVER_S
             what = "has ended" if entry is None or not entry.value else "belongs to somebody else now"
             raise LeaseLost(f"the lease {self.key} {what}")
+        if entry.revision < self._revision:
+            self.ends_at_s = NEVER_S
+            raise ControlPlaneReset("control plane was reset: the bucket was restored from an older copy")
         self._revision = entry.revision
 
     async def release(self, extra: Sequence[Write] = ()) -> bool:

@@ -38,7 +38,7 @@ from parti.core.worker_ids import Applicant
 from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection, ConnectionState
-from parti.jetstream.kv import Entry, Write
+from parti.jetstream.kv import Entry
 from parti.jetstream.system_events import client_ref
 from parti.jetstream.watch import Watch
 from parti.model.fleet import (
@@ -120,6 +120,12 @@ class Manager:
         self._applied: Assignment | None = None
         self._partitions: tuple[Partition, ...] = ()
         self._busy: tuple[str, ...] = ()
+        self._settled_version = 0
+        """Of the assignment: what it took away has been let go, but for the busy ones; positions are stored."""
+        self._lapsed_s = NEVER_S
+        """When this worker's lease ended last without being renewed."""
+        self._floor = 0
+        """The largest incarnation, term or fence token that this process knows of."""
         self._health_revision = 0
         self._news = asyncio.Event()
         self._beat = asyncio.Event()
@@ -209,6 +215,8 @@ class Manager:
             self._over.cancel()
         self._reading.permit(NEVER_S)
         self._set_state(FleetState.STOPPED, "left the fleet")
+        if self._hook_tasks:
+            await asyncio.wait(self._hook_tasks, timeout=self._settings.drain_timeout_s)
         return left
 
     async def _sit_down(self) -> None:
@@ -224,8 +232,10 @@ class Manager:
             max_workers=settings.max_workers,
         )
         applicant = Applicant(self._token, settings.identity or "", settings.worker_id, self._last_id)
-        seat = await ids.take(applicant, self._profile())
+        seat = await ids.take(applicant, self._profile(), floor=self._floor)
+        self._floor = max(self._floor, seat.incarnation)
         self._plane, self._seat = plane, seat
+        self._settled_version = 0
         self._last_id = seat.worker_id
         self._offered = None
         self._health_revision = 0
@@ -282,6 +292,10 @@ class Manager:
             except PartiError as error:
                 await self._stand_up(error)
                 await asyncio.sleep(_RETRY_S)
+            except Exception as error:
+                _log.exception("a mistake in parti or in a hook; starting over")
+                await self._stand_up(error)
+                await asyncio.sleep(_RETRY_S)
 
     def _note_reset(self) -> None:
         self._was_reset = True
@@ -298,7 +312,7 @@ class Manager:
         self._parts.metrics.lease_losses.inc("ended")
         return lost
 
-    async def _stand_up(self, error: PartiError) -> None:
+    async def _stand_up(self, error: Exception) -> None:
         """Nothing may be started any more until an id is held again."""
         self._reading.permit(NEVER_S)
         self._seat = None
@@ -361,10 +375,12 @@ class Manager:
             token=seat.record.token,
             ttl_s=self._settings.leader_ttl_s,
             serve=lambda office: self._serve(office, plane),
+            floor=lambda: self._floor,
         )
 
     async def _serve(self, office: Office, plane: ControlPlane) -> None:
         parts, s = self._parts, self._settings
+        self._floor = max(self._floor, office.term)
         parts.metrics.elections.inc(office.role)
         if office.role == "monitor":
             await monitor(plane, parts.metrics)
@@ -398,6 +414,7 @@ class Manager:
                 parts.metrics,
                 s.for_system_account() if s.has_system_account else None,
                 s.takeover_on_disconnect,
+                after_outage=clock() - self._lapsed_s < 2 * s.lease_ttl_s,
             ),
             office,
         )
@@ -406,6 +423,7 @@ class Manager:
             await rebalancer.run()
         finally:
             parts.metrics.leading.value = 0
+            self._floor = max(self._floor, rebalancer.newest_fence)
 
     def _on_entry(self, key: str, entry: Entry) -> None:
         kind, _, name = key.partition(".")
@@ -413,6 +431,8 @@ class Manager:
             offered = _decoded(entry, Assignment)
             if offered and self._seat and offered.incarnation == self._seat.incarnation:
                 self._offered = offered
+                fences = (grant.fence_token for grant in offered.partitions.values())
+                self._floor = max(self._floor, offered.term, *fences)
                 self._news.set()
             return
         if name == "rebalancer":
@@ -442,6 +462,7 @@ class Manager:
     def _lease_over(self) -> None:
         """Nothing was heard of the control plane for the length of a lease: no handler is started any more."""
         if self._seat and not self._seat.lease.held and not self._stopping:
+            self._lapsed_s = clock()
             self._set_state(FleetState.DEGRADED, "the control plane cannot be reached")
 
     async def _keep_beating(self, seat: Seat, plane: ControlPlane) -> None:
@@ -465,22 +486,23 @@ class Manager:
         seat.describe(client=client_ref(self._parts.connection))
         record = HealthRecord(
             incarnation=seat.incarnation,
-            applied=self._applied.version if self._applied else 0,
+            applied=self._settled_version,
             busy=self._busy,
             state=self._state.value,
             problems=tuple(self._parts.health.reasons.values())[:5],
             at=datetime.now(UTC),
             **self._reading.report(),
         )
-        write = Write(key_of("health", seat.worker_id), encode(record), self._health_revision)
+        key = key_of("health", seat.worker_id)
         try:
-            self._health_revision = (await seat.renew([write]))[0]
+            # Two writes, not one batch: small batches take the server some twenty times as long.
+            await seat.renew()
+            self._health_revision = await seat.bucket.put(key, encode(record), revision=self._health_revision)
         except WrongRevision:
-            assert self._plane
-            found = await self._plane.bucket.get(write.key)
+            found = await seat.bucket.get(key)
             self._health_revision = found.revision if found else 0
             return False
-        except LeaseLost:
+        except (LeaseLost, ControlPlaneReset):
             raise
         except PartiError as error:
             _log.warning("heartbeat failed", error=str(error))
@@ -519,8 +541,9 @@ class Manager:
         await call_hooks(self._hooks.on_assignment_changed, (old, new), worker_id=seat.worker_id, metrics=metrics)
         try:
             await self._reading.update_worker_consumer(seat.worker_id, new)
-        except PartiError as error:
-            _log.error("the assignment could not be applied; the last one stays", error=str(error))
+        except Exception as error:
+            # Of parti, or of an updater that is not: it is tried again either way.
+            _log.error("the assignment could not be applied; the last one stays", error=str(error) or repr(error))
             await call_hooks(self._hooks.on_error, (error,), worker_id=seat.worker_id, metrics=metrics)
             await asyncio.sleep(_RETRY_S)
             return False
@@ -543,7 +566,9 @@ class Manager:
 
     async def _settle(self, seat: Seat) -> None:
         """Store positions, and say with the next heartbeat what has been let go."""
+        version = self._applied.version if self._applied else 0
         self._busy = tuple(await self._reading.settle())
+        self._settled_version = version
         self._follow_leader()
         self._beat.set()
 

@@ -19,9 +19,9 @@ from parti.coordination.membership import Membership
 from parti.coordination.sources import SourceReader
 from parti.core.planner import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Planner, Policy
 from parti.core.progress import Progress, decode_progress
-from parti.errors import LeaseLost, PartiError, WrongRevision
+from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
 from parti.jetstream.api import StreamInfo
-from parti.jetstream.kv import MARKER_TTL_S, Entry, Write
+from parti.jetstream.kv import MARKER_TTL_S, MAX_BATCH, Entry, Write
 from parti.jetstream.system_events import SystemEvents
 from parti.jetstream.watch import Watch
 from parti.model.fleet import Assignment, Claim, FleetRecord, Grant, HealthRecord, decode, encode, key_of, name_of
@@ -59,6 +59,8 @@ class RebalancerParts:
     system_settings: Settings | None = None
     """Address and credentials for the server's system events."""
     takeover_on_disconnect: bool = False
+    after_outage: bool = False
+    """Whether this worker's own lease had ended a moment ago, as everybody's does when the control plane is away."""
 
 
 @dataclass(slots=True)
@@ -87,7 +89,13 @@ class Rebalancer:
         self._changed = asyncio.Event()
         self._suspects: dict[str, float] = {}
         self._writing: Sequence[str] = ()
-        self._planner = Planner(parts.strategy, parts.policy, elected_s=clock())
+        self._doubtful = False
+        self._planner = Planner(parts.strategy, parts.policy, elected_s=clock(), after_outage=parts.after_outage)
+
+    @property
+    def newest_fence(self) -> int:
+        """The largest fence token given out or found."""
+        return self._claims.newest_fence
 
     async def run(self) -> None:
         """Keep the claims as they should be until the office is lost or this is cancelled."""
@@ -117,13 +125,16 @@ class Rebalancer:
         """Look, decide, act; returns when to look again at the latest."""
         self._changed.clear()
         try:
+            if self._doubtful:
+                await self._load()
+                self._doubtful = False
             await self._membership.verify()
             evict_at_s = await self._evict()
             decision = self._decide()
             if await self._resurrect(decision):
                 decision = self._decide()
             await self._act(decision)
-        except LeaseLost:
+        except (LeaseLost, ControlPlaneReset):
             raise
         except WrongRevision as error:
             self._parts.metrics.claim_failures.inc()
@@ -137,6 +148,9 @@ class Rebalancer:
         except PartiError as error:
             _log.warning("rebalancing failed and will be tried again", error=str(error))
             await self._plane.check()
+            # What was being written may have taken effect or not: only reading tells.
+            self._doubtful = True
+            self._planner.claim_failed(self._writing, clock())
             return clock() + _RETRY_S
         return min((t for t in (decision.wake_at_s, evict_at_s) if t is not None), default=None)
 
@@ -224,8 +238,7 @@ class Rebalancer:
         for key, entry in entries.items():
             if key.startswith("assignment."):
                 known = self._assignments[name_of(key)] = _Known(entry.revision)
-                if entry.value:
-                    known.assignment = decode(entry.value, Assignment)
+                known.assignment = _assignment(entry)
         self._stream_created = (await self._plane.api.stream_info(self._parts.stream)).created
         await self._read_source()
 
@@ -288,11 +301,12 @@ class Rebalancer:
         for begin in range(0, len(commands), _BATCH):
             claims = self._claims_for(commands[begin : begin + _BATCH], positions)
             self._writing = tuple(claims)
-            await self._write(claims)
+            # The assignments follow from the claims: with the last of them, or, should they not fit, right after.
+            await self._write(claims, last=begin + _BATCH >= len(commands))
         # Workers whose claims did not change may still need a word: a new process has to be told what it owns, unless
         # everybody is about to get something.
         if decision.state is not FleetState.WAITING:
-            await self._write({})
+            await self._write({}, last=True)
         if self._said != self._office.record:
             self._said = self._office.record
             await self._office.write()
@@ -319,13 +333,12 @@ class Rebalancer:
                 metrics.claims_given.inc("moved" if moved else "kept" if found and found.owner else "new")
             elif isinstance(command, BeginMove):
                 owner = self._claims.claims[partition].owner
-                known = self._assignments[owner].assignment
                 claims[partition] = self._claims.changed(
                     partition,
                     state="moving",
                     next=command.next,
                     reason=command.reason,
-                    release_version=(known.version if known else 0) + 1,
+                    release_version=self._next_version(owner),
                 )
             else:
                 claims[partition] = self._claims.changed(
@@ -339,18 +352,30 @@ class Rebalancer:
                 )
         return claims
 
-    async def _write(self, claims: Mapping[str, Claim]) -> None:
-        """Write claims together with the assignments that follow from them."""
-        changed = self._changed_assignments({**self._claims.claims, **claims})
+    async def _write(self, claims: Mapping[str, Claim], *, last: bool) -> None:
+        """Write claims, and after the last of them the assignments that follow from all claims."""
+        changed = self._changed_assignments({**self._claims.claims, **claims}) if last else {}
         if not claims and not changed:
             return
+        told = list(changed.items())
+        room = MAX_BATCH - 1 - len(claims)
+        await self._tell(claims, told[:room])
+        for begin in range(room, len(told), MAX_BATCH - 1):
+            await self._tell({}, told[begin : begin + MAX_BATCH - 1])
+
+    async def _tell(self, claims: Mapping[str, Claim], assignments: Sequence[tuple[str, Assignment]]) -> None:
         writes = [
             Write(key_of("assignment", worker), encode(assignment), self._assignments[worker].revision)
-            for worker, assignment in changed.items()
+            for worker, assignment in assignments
         ]
         revisions = await self._claims.write(claims, writes)
-        for (worker, assignment), revision in zip(changed.items(), revisions, strict=True):
+        for (worker, assignment), revision in zip(assignments, revisions, strict=True):
             self._assignments[worker] = _Known(revision, assignment)
+
+    def _next_version(self, worker: str) -> int:
+        """Above every version that the worker has been told, also if the record of it is gone."""
+        known, health = self._assignments[worker].assignment, self._health.get(worker)
+        return max(known.version if known else 0, health.applied if health else 0) + 1
 
     def _changed_assignments(self, claims: Mapping[str, Claim]) -> dict[str, Assignment]:
         """The assignments that these claims make different from what was last written."""
@@ -370,7 +395,7 @@ class Rebalancer:
             if known and (known.incarnation, known.partitions) == (incarnation, partitions):
                 continue
             changed[worker] = Assignment(
-                version=(known.version if known else 0) + 1,
+                version=self._next_version(worker),
                 term=self._office.term,
                 incarnation=incarnation,
                 stream_created=self._stream_created,
@@ -438,4 +463,12 @@ def _progress(entry: Entry) -> Progress | None:
     try:
         return decode_progress(entry.value)
     except (msgspec.ValidationError, msgspec.DecodeError):
+        return None
+
+
+def _assignment(entry: Entry) -> Assignment | None:
+    try:
+        return decode(entry.value, Assignment) if entry.value else None
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        _log.error("an assignment is unreadable; it will be made anew", error=str(error))
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import msgspec
@@ -43,20 +43,21 @@ class Seat:
     def __init__(self, bucket: Bucket, terms: LeaseTerms, worker_id: str, record: MemberRecord) -> None:
         self.worker_id = worker_id
         self.record = record
+        self.bucket = bucket
         self.lease = Lease(bucket, key_of("ids", worker_id), terms, self._is_ours)
 
     def _is_ours(self, value: bytes) -> bool:
-        found = decode(value, MemberRecord)
+        found = _decoded(value)
         return (found.token, found.incarnation) == (self.record.token, self.record.incarnation)
 
-    async def sit_down(self, over: Entry | None) -> None:
+    async def sit_down(self, over: Entry | None, *, floor: int = 0) -> None:
         """Take the id over what was found there; raises `LeaseLost` when somebody else was quicker."""
 
         def value_of(incarnation: int) -> bytes:
             self.record = msgspec.structs.replace(self.record, incarnation=incarnation)
             return encode(self.record)
 
-        await self.lease.acquire(over, value_of)
+        await self.lease.acquire(over, value_of, floor=floor)
 
     @property
     def incarnation(self) -> int:
@@ -69,7 +70,7 @@ class Seat:
         self.record = msgspec.structs.replace(self.record, **changes)
 
     async def renew(self, extra: Sequence[Write] = ()) -> list[int]:
-        """Renew, with other writes in the same batch; see `Lease.renew`."""
+        """Renew, maybe with other writes in the same batch; see `Lease.renew`."""
         return await self.lease.renew(encode(self.record), extra)
 
     async def leave(self, *, back_within_s: float = 0.0, extra: Sequence[Write] = ()) -> bool:
@@ -97,8 +98,8 @@ class WorkerIds:
         self._terms = LeaseTerms(ttl_s, RENEW_SHARE)
         self._names = [f"worker-{n}" for n in range(max_workers)]
 
-    async def take(self, applicant: Applicant, profile: Profile) -> Seat:
-        """Lease an id.
+    async def take(self, applicant: Applicant, profile: Profile, *, floor: int = 0) -> Seat:
+        """Lease an id, with an incarnation above `floor`.
 
         Raises `WorkerIdTaken` when a live process holds the one that was insisted on, `NoFreeWorkerId` when there
         is none left.
@@ -107,11 +108,12 @@ class WorkerIds:
         give_up_s = clock() + self._terms.ttl_s + 2.0
         while True:
             entries = {name_of(k): e for k, e in (await self._read_ids()).items()}
-            records = {w: decode(e.value, MemberRecord) for w, e in entries.items() if e.value}
+            records = {w: _decoded(e.value) for w, e in entries.items() if e.value}
             held = {w: record for w, record in records.items() if record.state != "left"}
             choice = choose_id(applicant, held, self._names)
             awaited = choice.await_end_of
             if awaited is not None:
+                applicant = replace(applicant, preferred=awaited)  # should its lease end, it is ours
                 revision = entries[awaited].revision
                 if seen.setdefault(awaited, revision) == revision and clock() < give_up_s:
                     await asyncio.sleep(_LOOK_S)
@@ -123,7 +125,7 @@ class WorkerIds:
                         f"identity {applicant.identity!r} is in use and all other worker ids are held"
                     )
             for name in choice.candidates:
-                seat = await self._try(name, entries.get(name), applicant, profile)
+                seat = await self._try(name, entries.get(name), applicant, profile, floor)
                 if seat:
                     return seat
 
@@ -138,7 +140,9 @@ class WorkerIds:
             "another live process has our identity; taking another id", identity=applicant.identity, held_by=who
         )
 
-    async def _try(self, name: str, over: Entry | None, applicant: Applicant, profile: Profile) -> Seat | None:
+    async def _try(
+        self, name: str, over: Entry | None, applicant: Applicant, profile: Profile, floor: int
+    ) -> Seat | None:
         record = MemberRecord(
             token=applicant.token,
             incarnation=0,
@@ -155,7 +159,24 @@ class WorkerIds:
         )
         seat = Seat(self._bucket, self._terms, name, record)
         try:
-            await seat.sit_down(over)
+            await seat.sit_down(over, floor=floor)
         except LeaseLost:
             return None
         return seat
+
+
+_UNREADABLE = MemberRecord(
+    token="",
+    incarnation=0,
+    host="(its record is unreadable)",
+    started_at=datetime.fromtimestamp(0, UTC),
+    ttl_seconds=0,
+)
+
+
+def _decoded(value: bytes) -> MemberRecord:
+    """Read a record; one that nobody can read is somebody's, but surely not ours."""
+    try:
+        return decode(value, MemberRecord)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return _UNREADABLE

@@ -125,6 +125,21 @@ class Lane:
         # Only the second can be lower than the head, after it was overtaken.
         return min((message.seq for message in islice(self.waiting, 2)), default=None)
 
+    def skip_to(self, position: int) -> list[Message]:
+        """Somebody else has finished everything below `position`: drop what waits below it and was not started."""
+        if position <= self.position:
+            return []
+        running = self.phase is Phase.RUNNING
+        held = max(self.taken_to, self.waiting[0].seq) if running and self.waiting else 0
+        dropped = [m for m in self.waiting if held < m.seq < position]
+        if dropped:
+            self.waiting = deque(m for m in self.waiting if not held < m.seq < position)
+            if not running:
+                self.phase = Phase.READY if self.waiting else Phase.IDLE
+        self.position = position
+        self.feed_from = max(self.feed_from, position)
+        return dropped
+
     # ── parking ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def park(self) -> list[Message]:

@@ -133,7 +133,8 @@ class Decision:
 class Planner:
     """Decides for one rebalancer, from its election on."""
 
-    def __init__(self, strategy: Strategy, policy: Policy, *, elected_s: float) -> None:
+    def __init__(self, strategy: Strategy, policy: Policy, *, elected_s: float, after_outage: bool = False) -> None:
+        """`after_outage`: the control plane is known to have been away for longer than a lease."""
         self._strategy = strategy
         self._policy = policy
         self._elected_s = elected_s
@@ -149,7 +150,7 @@ class Planner:
         """What everybody had when the strategy was asked and wanted nothing."""
         self._held_back: dict[str, float] = {}
         self._seen: set[str] = set()
-        self._somebody_stayed: bool | None = None
+        self._somebody_stayed: bool | None = False if after_outage else None
         """Whether at the first look somebody had kept its lease since it was given its partitions."""
 
     def claim_failed(self, partitions: Sequence[str], now_s: float) -> None:

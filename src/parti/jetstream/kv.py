@@ -10,6 +10,7 @@ everything its holder writes: the batch begins with the renewal of the lease.
 from __future__ import annotations
 
 import base64
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,7 +150,8 @@ class Bucket:
 def _headers(write: Write) -> dict[str, str]:
     headers = {"Nats-Expected-Last-Subject-Sequence": str(write.revision)}
     if write.ttl_s is not None:
-        headers["Nats-TTL"] = f"{max(MIN_TTL_S, write.ttl_s) * 1000:.0f}ms"
+        # The server cuts it to whole seconds; a key must not end before its writer expects it to.
+        headers["Nats-TTL"] = f"{max(MIN_TTL_S, math.ceil(write.ttl_s)):.0f}s"
     if write.deletes:
         headers["KV-Operation"] = "DEL"
     return headers

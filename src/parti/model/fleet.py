@@ -8,8 +8,8 @@
     claims.<partition>    Claim          who owns a partition; written by the rebalancer only
     assignment.<worker>   Assignment     what a worker is to own, derived from the claims; rebalancer only
 
-Whoever holds a lease writes everything else in one atomic batch with a renewal of that lease, so that a write of a
-holder whose lease has ended has no effect at all.
+The rebalancer writes claims and assignments in one atomic batch with a renewal of its lease, so that a write of
+somebody who is no longer the rebalancer has no effect at all. What workers write themselves names their incarnation.
 """
 
 from __future__ import annotations

@@ -106,6 +106,11 @@ class WorkerConsumer:
         return self._name
 
     @property
+    def stream_created(self) -> str:
+        """When the stream was made that is being read."""
+        return self._stream.created
+
+    @property
     def subjects(self) -> tuple[str, ...]:
         """The subjects that the consumer carries now."""
         return self._applied.subjects

@@ -161,6 +161,21 @@ class Lanes:
             if lane.ownership.fence != self.fences.get(partition_id, 0):
                 self._refence(lane, self._ownership(lane.ownership.partition))
 
+    def skip_to(self, positions: Mapping[str, int]) -> None:
+        """Others have finished these partitions up to there: what waits below need not be handled."""
+        for partition_id, position in positions.items():
+            lane = self._lanes.get(partition_id)
+            if lane is None or position <= lane.position:
+                continue
+            with self.lock:
+                dropped = lane.skip_to(position)
+            for message in dropped:
+                if message.reply:
+                    self.held -= 1
+                    self._ack(message.reply)
+            if dropped and lane.phase is _READY:
+                self.ready.append(lane)
+
     def _refence(self, lane: Lane, ownership: Ownership) -> None:
         with self.lock:
             lane.ownership = ownership

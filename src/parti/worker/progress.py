@@ -97,14 +97,15 @@ class ProgressKeeper:
         async with self._lock:
             return await self._save(summarise)
 
-    async def _save(self, summarise: Callable[[str], Progress]) -> bool:
+    async def _save(self, summarise: Callable[[str], Progress], *, again: bool = False) -> bool:
         progress = summarise(self._writer)
         if progress == self._written:
             return True
         try:
             self._revision = await self._store.put(self._key, encode_progress(progress), revision=self._revision)
         except WrongRevision:
-            await self._adopt()
+            if not again and await self._adopt():
+                return await self._save(summarise, again=True)
             return False
         except PartiError as error:
             self._failed(f"positions cannot be stored: {error}")
@@ -114,19 +115,20 @@ class ProgressKeeper:
         self._health.clear(_SIGNAL)
         return True
 
-    async def _adopt(self) -> None:
-        """Another revision is stored: our own write whose answer got lost, or another process with our id."""
+    async def _adopt(self) -> bool:
+        """Another revision is stored: our own write whose answer got lost (True), or another process with our id."""
         try:
             entry = await self._store.get(self._key)
             self._revision = entry.revision if entry else 0
             foreign = entry and entry.value and decode_progress(entry.value).writer != self._writer
         except (PartiError, msgspec.ValidationError, msgspec.DecodeError) as error:
             self._failed(f"positions cannot be stored: {error}")
-            return
+            return False
         if foreign:
             self._failed(
                 f"another process writes {self._key}: two workers with the same worker_id; give each its own"
             )
+        return not foreign
 
     def _failed(self, reason: str) -> None:
         self._metrics.progress_failures.inc()

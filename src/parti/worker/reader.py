@@ -119,12 +119,13 @@ class Reader:
     async def start(self, partitions: Iterable[PartitionLike], granted: Granted | None = None) -> None:
         """Take up the consumer with these partitions and begin to read."""
         ports, settings = self._ports, self.settings
-        progress = await self._progress.load(ports.stream)
+        stream = await ports.api.stream_info(ports.stream.name)
+        progress = await self._progress.load(stream)
         consumer = WorkerConsumer(
             ConsumerPorts(ports.api, ports.connection, ports.wire, self._lanes, ports.metrics, ports.health),
             settings,
             ports.template,
-            ports.stream,
+            stream,
             progress,
             each_subject=self._each_subject,
         )
@@ -159,7 +160,10 @@ class Reader:
 
     def _take(self, consumer: WorkerConsumer, granted: Granted) -> None:
         self._lanes.fence({partition: grant.fence_token for partition, grant in granted.grants.items()})
-        consumer.grant({p: g.position for p, g in granted.grants.items()}, granted.stream_created)
+        positions = {p: g.position for p, g in granted.grants.items()}
+        consumer.grant(positions, granted.stream_created)
+        if granted.stream_created == consumer.stream_created:
+            self._lanes.skip_to(positions)
 
     def permit(self, until_s: float) -> None:
         """Allow handlers to be started until then (`time.perf_counter`)."""
@@ -201,6 +205,7 @@ class Reader:
             await self._settle_dead_letters()
         await self._runners.stop()
         self._stop_listening()
+        self._stop_listening = _nothing
         if not clean:
             _log.error("handlers still ran at the end; their messages will be delivered again")
         await self._end_upkeep()
@@ -273,3 +278,7 @@ class Reader:
             "updates": metrics.update_duration.count,
             "updates_skipped": metrics.update_skipped.value,
         }
+
+
+def _nothing() -> None:
+    """There is nothing left to remove."""
