@@ -5,8 +5,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 EXTRAS := embedded spark console otel
+# Most tests wait for servers and processes: two at a time take little more than half the time.
+JOBS   ?= 2
 
-.PHONY: help demo test lint format bench-worker bench-outage bench-slow soak requirements clean
+.PHONY: help demo test lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-scale \
+	bench-coordination soak requirements clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -18,7 +21,7 @@ demo: $(VENV)/.stamp-demo ## start a server and a worker, send it messages, show
 
 test: lint ## everything that must pass: lint, then all tests
 	@echo "== pytest"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(PYTEST_ARGS)
 	@echo "make test: all checks and tests passed"
 
 lint: $(VENV)/.stamp-dev ## ruff, mypy and the import rules
@@ -43,6 +46,18 @@ bench-outage: $(VENV)/.stamp-dev ## kill the server three times under 100,000 me
 
 bench-slow: $(VENV)/.stamp-dev ## one handler sleeps for a minute: what do the others notice?
 	@$(BIN)/python -m benchmarks.slow_partition $(BENCH_ARGS)
+
+bench-strategies: $(VENV)/.stamp-dev ## a million partitions over ten thousand workers, by every strategy
+	@$(BIN)/python -m benchmarks.bench_strategies $(BENCH_ARGS)
+
+bench-fleet: $(VENV)/.stamp-dev ## 1, 2, 3, 5, 10 worker processes come and go: who owns what, how soon, what moved
+	@$(BIN)/python -m benchmarks.fleet_steps $(BENCH_ARGS)
+
+bench-scale: $(VENV)/.stamp-dev ## 25, then 100, then 25 workers under traffic
+	@$(BIN)/python -m benchmarks.fleet_scale $(BENCH_ARGS)
+
+bench-coordination: $(VENV)/.stamp-dev ## elections, leases, membership, claims: how long each takes
+	@$(BIN)/python -m benchmarks.coordination $(BENCH_ARGS)
 
 soak: $(VENV)/.stamp-dev ## five minutes at full rate: does memory stay flat?
 	@$(BIN)/python -m benchmarks.soak_worker $(BENCH_ARGS)
