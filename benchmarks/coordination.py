@@ -85,12 +85,16 @@ class Drill:
         self, observer: Observer, processes: Processes, partitions: list[str], settings: Settings, samples: Samples
     ) -> None:
         self.disconnected_s: dict[str, float] = {}
-        """When the server said that a client is gone."""
+        """When the server said that a client is gone, by client."""
         self._observer = observer
         self._processes = processes
         self._partitions = partitions
         self._settings = settings
         self._samples = samples
+
+    def note_disconnect(self, client: str, _reason: str) -> None:
+        """The server says that a client is gone."""
+        self.disconnected_s.setdefault(client, time.monotonic())
 
     async def join(self) -> None:
         """Start workers until there are enough, and see how long it takes until they own their share."""
@@ -120,27 +124,30 @@ class Drill:
         ended_s, elected_s = self._succession(began_s)
         samples.add("election after the leader resigned", elected_s - ended_s)
 
-    async def crash(self, name: str) -> None:
-        """Kill the rebalancer."""
-        observer, samples, leader = self._observer, self._samples, self._observer.leader
-        members, settings = observer.records.members, self._settings
-        client = members[leader].client
+    async def crash(self, *, rebalancer: bool) -> None:
+        """Kill the rebalancer, or another worker."""
+        observer, samples, settings = self._observer, self._samples, self._settings
+        members, leader = observer.records.members, observer.leader
+        worker = leader if rebalancer else next(w for w in members if w != leader)
+        name = f"crash{' of the rebalancer' * rebalancer}{', takeover' * settings.takeover_on_disconnect}"
+        key, client = key_of("ids", worker), members[worker].client
         killed_s = time.monotonic()
-        await self._end(leader, signal.SIGKILL)
+        await self._end(worker, signal.SIGKILL)
         await self._settled()
-        gone_s = observer.departures(killed_s)[key_of("ids", leader)]
+        gone_s = observer.departures(killed_s)[key]
+        samples.add(f"{name}: SIGKILL to the server's event", self.disconnected_s[client] - killed_s)
         samples.add(f"{name}: SIGKILL to lost", gone_s - killed_s)
         if not settings.takeover_on_disconnect:
-            lease_ended_s = self._renewed_s(key_of("ids", leader), gone_s) + settings.lease_ttl_s
-            samples.add(f"{name}: end of the lease to lost", gone_s - lease_ended_s)
-        if client in self.disconnected_s:
-            samples.add(f"{name}: SIGKILL to the server's event", self.disconnected_s[client] - killed_s)
-        ended_s, elected_s = self._succession(killed_s)
-        term_ended_s = self._renewed_s(_LEADER, ended_s) + settings.leader_ttl_s
-        samples.add(f"{name}: election after the end of the leader's lease was seen", elected_s - ended_s)
-        samples.add(f"{name}: SIGKILL to elected", elected_s - killed_s)
-        samples.add(f"{name}: end of the leader's lease to elected", elected_s - term_ended_s)
+            samples.add(
+                f"{name}: end of the lease to lost", gone_s - self._renewed_s(key, gone_s) - settings.lease_ttl_s
+            )
         samples.add(f"{name}: SIGKILL to owned by others", observer.changed_s - killed_s)
+        if rebalancer:
+            ended_s, elected_s = self._succession(killed_s)
+            term_ended_s = self._renewed_s(_LEADER, ended_s) + settings.leader_ttl_s
+            samples.add("election after the lease of a killed leader was seen to end", elected_s - ended_s)
+            samples.add("the same from the end of the lease", elected_s - term_ended_s)
+            samples.add("the same from the SIGKILL", elected_s - killed_s)
 
     async def _end(self, worker: str, how: signal.Signals) -> None:
         going = self._processes.end([self._observer.records.members[worker].pid], how)
@@ -195,7 +202,6 @@ async def ping(url: str, expected: int) -> float:
 
 async def drill(options: argparse.Namespace, samples: Samples, *, takeover: bool) -> None:
     """Elections, joins, leaves and crashes of a real fleet; with `takeover` it hears the server's system events."""
-    name = "crash, system events" if takeover else "crash"
     chosen: dict[str, Any] = {"system_user": "sys", "system_password": "sys", "takeover_on_disconnect": True}
     chosen = chosen if takeover else {}
     async with Server(config=_SYSTEM_ACCOUNT) as server:
@@ -209,7 +215,7 @@ async def drill(options: argparse.Namespace, samples: Samples, *, takeover: bool
                 events = SystemEvents(
                     settings.model_copy(update={"user": "sys", "password": SecretStr("sys")}),
                     on_connect=lambda ref: None,
-                    on_disconnect=lambda ref, reason: fleet.disconnected_s.setdefault(ref, time.monotonic()),
+                    on_disconnect=fleet.note_disconnect,
                 )
                 await events.start()
                 try:
@@ -217,12 +223,14 @@ async def drill(options: argparse.Namespace, samples: Samples, *, takeover: bool
                     if not takeover:
                         await _discover(server.url, samples)
                     for number in range(options.rounds):
-                        console.print(f"{name}: round {number + 1} of {options.rounds}")
+                        console.print(f"round {number + 1} of {options.rounds}{', takeover' * takeover}")
+                        await fleet.crash(rebalancer=False)
+                        await fleet.join()
                         if not takeover:
                             await fleet.leave()
                             await fleet.join()
-                        await fleet.crash(name)
-                        await fleet.join()
+                            await fleet.crash(rebalancer=True)
+                            await fleet.join()
                 finally:
                     await events.stop()
 
@@ -266,11 +274,12 @@ def judge(timings: Mapping[str, Timing]) -> list[Verdict]:
         return timing.p99_ms
 
     hold("election after a resignation", ELECTION_MS, p50, "p50", "election after the leader resigned")
-    seen = "crash: election after the end of the leader's lease was seen"
+    seen = "election after the lease of a killed leader was seen to end"
     hold("election after the end of a lease", ELECTION_MS, p50, "p50", seen)
     for operation in ("get a key from the leader", "compare-and-set of a key", "heartbeat: lease, then health"):
         hold(operation, OPERATION_MS, p99, "p99", operation)
     hold("a killed worker seen by system events", DETECTION_MS, p99, "p99", "crash: SIGKILL to the server's event")
+    hold("the same with takeover on disconnect", DETECTION_MS, p99, "p99", "crash, takeover: SIGKILL to lost")
     hold("a worker that leaves is seen", DETECTION_MS, p99, "p99", "leave: SIGTERM to seen")
     hold("a worker that joins is seen", DETECTION_MS, p99, "p99", "join: lease written to seen")
     hold("discovery by $SRV.PING", DISCOVERY_MS, p99, "p99", f"$SRV.PING.parti: answers of all {_WORKERS} workers")

@@ -198,16 +198,16 @@ class Steps:
         dwell_s: float = _DWELL_S,
     ) -> None:
         self._observer = observer
-        self._processes = processes
+        self.processes = processes
         self._partitions = partitions
         self._settings = settings
         self._dwell_s = dwell_s
 
     async def grow(self, after: int) -> Step:
         """Start workers until there are so many."""
-        observer, before = self._observer, len(self._processes.running)
+        observer, before = self._observer, len(self.processes.running)
         owners, began_s = observer.owners, time.monotonic()
-        self._processes.start(after - before)
+        self.processes.start(after - before)
         await observer.await_members(after, _JOIN_S)
         problem = await observer.settle(self._partitions, after, _GIVE_UP_S)
         last_s = max(observer.arrivals(began_s).values(), default=began_s)
@@ -217,12 +217,12 @@ class Steps:
 
     async def shrink(self, after: int, how: signal.Signals, *, rebalancer_goes: bool) -> Step:
         """Stop workers until there are so many, with the rebalancer among them or not."""
-        observer, before = self._observer, len(self._processes.running)
+        observer, before = self._observer, len(self.processes.running)
         owners, members = observer.owners, observer.records.members
         # The rebalancer is the last one to be chosen, or the first.
         chosen = sorted(members, key=lambda worker: (worker == observer.leader) != rebalancer_goes)[: before - after]
         began_s = time.monotonic()
-        going = self._processes.end([members[worker].pid for worker in chosen], how)
+        going = self.processes.end([members[worker].pid for worker in chosen], how)
         last_s = time.monotonic()
         codes = await asyncio.to_thread(lambda: [process.wait(_EXIT_S) for process in going])
         problem = await observer.settle(self._partitions, after, _GIVE_UP_S)
@@ -275,12 +275,12 @@ class Steps:
 @asynccontextmanager
 async def steps_on(
     place: Place, partitions: Sequence[str], settings: Mapping[str, Any], *, dwell_s: float = _DWELL_S
-) -> AsyncIterator[tuple[Steps, Processes]]:
+) -> AsyncIterator[Steps]:
     """A fleet without a worker so far; the stream must exist."""
     checked = Settings(nats=(place.url,), **settings)
     with worker_processes(place, partitions, settings) as processes:
         async with observing(place) as observer:
-            yield Steps(observer, processes, partitions, checked, dwell_s=dwell_s), processes
+            yield Steps(observer, processes, partitions, checked, dwell_s=dwell_s)
 
 
 # ── a whole run ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -313,12 +313,12 @@ async def up_and_down(
         place = Place(server.url, "STEPS", "steps.{p}")
         await create_stream(server.url, place.stream, "steps.*", options.storage)
         partitions = [f"p{n}" for n in range(count)]
-        async with steps_on(place, partitions, settings, dwell_s=options.dwell) as (steps, processes):
+        async with steps_on(place, partitions, settings, dwell_s=options.dwell) as steps:
             for after in options.steps:
                 note(await steps.grow(after))
             for number, after in enumerate(reversed(options.steps[:-1])):
                 note(await steps.shrink(after, how, rebalancer_goes=bool(number % 2)))
-            return done, processes.complaints()
+            return done, steps.processes.complaints()
 
 
 @dataclass(frozen=True, slots=True)

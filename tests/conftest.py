@@ -1,4 +1,4 @@
-"""What all tests share: none of them leaves its logging to the next."""
+"""What all tests share: none of them leaves its logging to the next, and all see the same terminal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from parti.telemetry import logs
 
 
 @pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """Undo what a command run inside the test process has set up."""
+def own_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what a command run inside the test process has set up; hide the width that a test runner sets."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

@@ -89,6 +89,7 @@ class FleetModel:
         self.refused: set[str] = set()
         """Partitions whose claims cannot be written at the moment."""
         self.tally = Tally()
+        self._looked = False
         self._incarnations = 0
         self._fence = 0
 
@@ -141,11 +142,8 @@ class FleetModel:
 
     def elect(self) -> None:
         """Another rebalancer takes over; it knows the records and nothing else."""
-        stayed = any(
-            claim.owner in self.members and self.members[claim.owner].incarnation == claim.incarnation
-            for claim in self.claims.values()
-        )
-        self.grace_ends_s = self.now_s + (0.0 if stayed else self.policy.takeover_grace_s)
+        self.grace_ends_s = self.now_s + self.policy.takeover_grace_s
+        self._looked = False
         self.planner = Planner(self.strategy, self.policy, elected_s=self.now_s)
         self.seen.clear()
         self.left.clear()
@@ -172,6 +170,12 @@ class FleetModel:
         """Ask once and carry the answer out; returns it with the commands that could not be written."""
         assert self.planner is not None, "no rebalancer is elected"
         view = self.view()
+        if not self._looked and any(
+            (member := view.members.get(claim.owner)) and member.incarnation == claim.incarnation
+            for claim in view.claims.values()
+        ):
+            self.grace_ends_s = self.now_s  # somebody stayed: the control plane was not away
+        self._looked = True
         self.seen |= view.members.keys()
         decision = self.planner.step(view)
         refused = [c for c in decision.commands if c.partition in self.refused]

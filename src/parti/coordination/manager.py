@@ -391,12 +391,13 @@ class Manager:
         context = SourceContext(parts.api, plane.bucket, parts.stream, parts.template)
         # After a reset only the workers themselves know their positions: give all of them time to come back.
         patience_s = s.lease_ttl_s if self._was_reset else 0.0
+        after_outage = clock() - self._lapsed_s < 2 * s.lease_ttl_s
         assert self._fleet
         policy = Policy(
             cold_start_window_s=max(s.cold_start_window_s, patience_s),
             scale_window_s=s.scale_window_s,
             min_rebalance_interval_s=s.min_rebalance_interval_s,
-            takeover_grace_s=s.lease_ttl_s / 3 + 0.5,
+            takeover_grace_s=s.lease_ttl_s if after_outage else s.lease_ttl_s / 3 + 0.5,
             hysteresis=s.hysteresis,
         )
         source = SourceReader(parts.source, context)
@@ -414,7 +415,7 @@ class Manager:
                 parts.metrics,
                 s.for_system_account() if s.has_system_account else None,
                 s.takeover_on_disconnect,
-                after_outage=clock() - self._lapsed_s < 2 * s.lease_ttl_s,
+                after_outage=after_outage,
             ),
             office,
         )

@@ -71,12 +71,16 @@ def first_overlap(subjects: Sequence[str]) -> tuple[str, str] | None:
         for tokens, subject in shapes[right]:
             other = seen.get(tuple(tokens[i] for i in common))
             if other is not None:
-                return other, subject
+                return _in_order(subjects, other, subject)
     for tail in tails:
         for other in subjects:
             if other != tail and overlap(tail, other):
-                return other, tail
+                return _in_order(subjects, other, tail)
     return None
+
+
+def _in_order(subjects: Sequence[str], one: str, other: str) -> tuple[str, str]:
+    return (one, other) if subjects.index(one) < subjects.index(other) else (other, one)
 
 
 def within(subject: str, patterns: Iterable[str]) -> bool:
