@@ -304,8 +304,8 @@ async def test_cluster_survives_the_kill_of_a_node(nats_cluster: Cluster) -> Non
     assert leader is not None
     follower = (leader + 1) % 3
     client = await nats.connect(nats_cluster.servers[leader].url)
-    await client.jetstream().add_stream(name="kept", subjects=["kept"], num_replicas=3)
-    await client.jetstream().publish("kept", b"x")
+    await client.jetstream(timeout=20).add_stream(name="kept", subjects=["kept"], num_replicas=3)
+    await client.jetstream(timeout=20).publish("kept", b"x")
     await client.close()
 
     await nats_cluster.kill(follower)
@@ -313,7 +313,7 @@ async def test_cluster_survives_the_kill_of_a_node(nats_cluster: Cluster) -> Non
     await nats_cluster.restart(follower)
 
     client = await nats.connect(nats_cluster.servers[follower].url)
-    assert (await client.jetstream().stream_info("kept")).state.messages == 1
+    assert (await client.jetstream(timeout=20).stream_info("kept")).state.messages == 1
     await client.close()
 
 
