@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.records import KEYS, Records
-from parti.core.planner import FleetView, MemberView, Planner, Policy
+from parti.core.fleet_view import FleetView, MemberView, Policy
+from parti.core.planner import Planner
 from parti.jetstream.kv import Bucket, Write
 from parti.model.fleet import Assignment, Claim, Grant, HealthRecord, LeaderRecord, MemberRecord, encode, key_of
 from parti.strategies import strategy_named

@@ -34,7 +34,8 @@ from rich.table import Table
 
 import parti
 from parti.app.worker import Worker
-from parti.core.planner import Decision, FleetView, Planner
+from parti.core.fleet_view import Decision, FleetView
+from parti.core.planner import Planner
 from parti.embedded import Server
 from parti.errors import PartiError
 from parti.jetstream.kv import Bucket, Write

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from parti.coordination.hooks import WorkerConsumerUpdater, current_worker_id
     from parti.coordination.manager import Manager
     from parti.coordination.sources import Callback, Discovered, FromKey, Static
-    from parti.core.planner import FleetState
+    from parti.core.fleet_view import FleetState
     from parti.core.retry import HandlerTimeout, Reject, Retry
     from parti.errors import PartiError
     from parti.model.mapping import SubjectMapping
@@ -64,7 +64,7 @@ _HOMES = {
     "App": "parti.app.app",
     "Callback": "parti.coordination.sources",
     "Discovered": "parti.coordination.sources",
-    "FleetState": "parti.core.planner",
+    "FleetState": "parti.core.fleet_view",
     "FromKey": "parti.coordination.sources",
     "HandlerTimeout": "parti.core.retry",
     "Manager": "parti.coordination.manager",

@@ -33,7 +33,7 @@ from tests.integration.proxy import LOOPBACK, Proxy
 
 import parti
 from parti.app.worker import Worker
-from parti.core.planner import FleetState
+from parti.core.fleet_view import FleetState
 from parti.embedded import Server
 from parti.errors import ConfigError, PartiError, WrongRevision
 from parti.jetstream.kv import Bucket

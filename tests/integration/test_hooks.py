@@ -19,8 +19,8 @@ from parti.coordination.hooks import Hooks, current_worker_id
 from parti.coordination.manager import FleetParts, Manager
 from parti.coordination.sources import Static
 from parti.coordination.worker_ids import Seat
+from parti.core.fleet_view import FleetState
 from parti.core.lease import NEVER_S
-from parti.core.planner import FleetState
 from parti.errors import ConfigError, ControlPlaneReset
 from parti.jetstream.kv import Bucket
 from parti.model.fleet import Assignment, Claim, HealthRecord, decode

@@ -19,7 +19,7 @@ from parti.config import Settings
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.lease import clock
 from parti.coordination.worker_ids import Profile, Seat, WorkerIds
-from parti.core.planner import FleetState
+from parti.core.fleet_view import FleetState
 from parti.core.worker_ids import Applicant
 from parti.embedded import Server
 from parti.errors import LeaseLost, NoFreeWorkerId, RequestTimeout, WorkerIdTaken

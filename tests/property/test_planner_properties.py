@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.scenarios.fleet_model import FleetModel
 
-from parti.core.planner import Decision, FleetState, FleetView, Planner, Policy
+from parti.core.fleet_view import Decision, FleetState, FleetView, Policy
+from parti.core.planner import Planner
 from parti.strategies import STRATEGY_NAMES, Slot, minimum_moves, strategy_named
 
 WORKERS = [f"worker-{n}" for n in range(7)]

@@ -14,17 +14,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from parti.core.planner import (
-    BeginMove,
-    Command,
-    Decision,
-    FleetView,
-    Free,
-    Give,
-    MemberView,
-    Planner,
-    Policy,
-)
+from parti.core.fleet_view import BeginMove, Command, Decision, FleetView, Free, Give, MemberView, Policy
+from parti.core.planner import Planner
 from parti.model.fleet import Claim, HealthRecord, MemberState
 from parti.strategies import Strategy
 

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from tests.scenarios.fleet_model import FleetModel
 
-from parti.core.planner import BeginMove, Command, Free, Give, Policy
+from parti.core.fleet_view import BeginMove, Command, Free, Give, Policy
 from parti.strategies import natural_order, strategy_named
 
 _RANGE = re.compile(r"(.*?)(\d+)\.\.(?:\1)?(\d+)")

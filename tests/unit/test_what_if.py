@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.scenarios.fleet_model import FleetModel
 
-from parti.core.planner import FleetState, MemberView, Policy
+from parti.core.fleet_view import FleetState, MemberView, Policy
 from parti.core.what_if import Change, Fleet, Outlook, foresee
 from parti.model.fleet import Claim, ClaimState, MemberState
 from parti.strategies import STRATEGY_NAMES, Sticky, strategy_named

@@ -14,7 +14,7 @@ from parti.coordination.hooks import Hooks
 from parti.coordination.manager import FleetParts, Manager
 from parti.coordination.records import Records
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
-from parti.core.planner import FleetState
+from parti.core.fleet_view import FleetState
 from parti.errors import ConfigError, NotFound, PermissionDenied, ServerTooOld, StreamNotFound, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection, ConnectionState

@@ -29,7 +29,7 @@ from parti.cli.control import (
 )
 from parti.config import Settings
 from parti.coordination.records import Records
-from parti.core.planner import FleetState, MemberView, Policy
+from parti.core.fleet_view import FleetState, MemberView, Policy
 from parti.core.what_if import Change, Fleet, Move, Outlook, foresee
 from parti.errors import ConfigError
 from parti.strategies import STRATEGY_NAMES, natural_key, natural_order, strategy_named

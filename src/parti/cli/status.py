@@ -34,7 +34,7 @@ from parti.cli.workers import WorkerRow, worker_rows, worker_table
 from parti.config import Settings
 from parti.coordination.records import Records
 from parti.core.fleet_report import FleetReport
-from parti.core.planner import FleetState
+from parti.core.fleet_view import FleetState
 from parti.errors import ConfigError
 from parti.jetstream.kv import Entry
 from parti.model.fleet import LeaderRecord

@@ -11,8 +11,8 @@ import msgspec
 import structlog
 
 from parti.coordination.lease import Lease, clock
+from parti.core.fleet_view import Decision
 from parti.core.lease import LeaseTerms
-from parti.core.planner import Decision
 from parti.errors import ControlPlaneReset, LeaseLost, PartiError
 from parti.jetstream.kv import Bucket, Entry, Write
 from parti.model.fleet import LeaderRecord, Role, decode, encode, key_of

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 import structlog
 
-from parti.core.planner import FleetState
+from parti.core.fleet_view import FleetState
 from parti.model.partition import Partition
 from parti.telemetry.metrics import Metrics
 

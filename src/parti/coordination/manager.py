@@ -32,8 +32,8 @@ from parti.coordination.rebalancer import Rebalancer, RebalancerParts
 from parti.coordination.roles import clean_up, monitor
 from parti.coordination.sources import PartitionSource, SourceContext, SourceReader
 from parti.coordination.worker_ids import Profile, Seat, WorkerIds
+from parti.core.fleet_view import FleetState, Policy
 from parti.core.lease import NEVER_S
-from parti.core.planner import FleetState, Policy
 from parti.core.worker_ids import Applicant
 from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
 from parti.jetstream.api import JetStreamApi

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from parti.coordination.lease import clock
-from parti.core.planner import MemberView
+from parti.core.fleet_view import MemberView
 from parti.errors import PartiError
 from parti.jetstream.kv import Bucket, Entry
 from parti.model.fleet import MemberRecord, decode, key_of, name_of

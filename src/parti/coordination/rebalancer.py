@@ -17,7 +17,8 @@ from parti.coordination.election import Office
 from parti.coordination.lease import clock
 from parti.coordination.membership import Membership
 from parti.coordination.sources import SourceReader
-from parti.core.planner import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Planner, Policy
+from parti.core.fleet_view import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Policy
+from parti.core.planner import Planner
 from parti.core.progress import Progress, decode_progress
 from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
 from parti.jetstream.api import StreamInfo

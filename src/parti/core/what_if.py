@@ -15,7 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from parti.core.planner import BeginMove, Command, Decision, FleetState, FleetView, Give, MemberView, Planner, Policy
+from parti.core.fleet_view import BeginMove, Command, Decision, FleetState, FleetView, Give, MemberView, Policy
+from parti.core.planner import Planner
 from parti.model.fleet import Claim, HealthRecord
 from parti.strategies import Sticky, minimum_moves
 from parti.strategies.interface import Slot, Strategy

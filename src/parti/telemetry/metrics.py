@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from parti.core.planner import FleetState
+from parti.core.fleet_view import FleetState
 from parti.model.fleet import ROLES
 from parti.version import __version__
 

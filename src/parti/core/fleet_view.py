@@ -1,0 +1,110 @@
+"""What the rebalancer sees of the fleet, what it may want, and what it may decide: the values of the planner."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from parti.model.fleet import Claim, HealthRecord, MemberState
+
+
+class FleetState(enum.StrEnum):
+    """What a worker, or the fleet as the rebalancer sees it, is doing."""
+
+    INIT = "init"
+    CLAIMING_ID = "claiming id"
+    ELECTION = "election"
+    WAITING = "waiting"
+    STABLE = "stable"
+    SCALING = "scaling"
+    REBALANCING = "rebalancing"
+    EMERGENCY = "emergency"
+    DEGRADED = "degraded"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberView:
+    """A worker whose lease has not ended."""
+
+    incarnation: int
+    state: MemberState = "active"
+    capacity: int = 500
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """Everything that a decision is based on, at one moment."""
+
+    now_s: float
+    members: Mapping[str, MemberView]
+    partitions: Sequence[str]
+    claims: Mapping[str, Claim]
+    health: Mapping[str, HealthRecord] = field(default_factory=dict)
+    left: frozenset[str] = frozenset()
+    """Workers that are gone and said so; others that are gone are lost."""
+    weights: Mapping[str, float] | None = None
+    """Load of each partition, if known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Windows and limits, all in seconds unless said otherwise."""
+
+    cold_start_window_s: float = 1.0
+    """With nobody owning anything: wait so long after the last join, for others to show up."""
+    scale_window_s: float = 3.0
+    """Before moves between live workers: wait so long after the last join or leave."""
+    min_rebalance_interval_s: float = 5.0
+    takeover_grace_s: float = 2.0
+    """A new rebalancer does not count anybody as gone before this."""
+    hysteresis: float = 0.1
+    """Imbalance that is not worth moving for, as a share of the mean number of partitions per worker."""
+    retry_s: float = 1.0
+    """A claim that could not be written is left alone for so long."""
+
+
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Make `owner` the owner, with a larger fence token, at the position where the last one stopped."""
+
+    partition: str
+    owner: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginMove:
+    """Tell the owner to let go of a partition, for `next` (or for nobody, when it is no longer wanted)."""
+
+    partition: str
+    next: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Nobody owns the partition from now on; its position is kept."""
+
+    partition: str
+    reason: str
+
+
+Command: TypeAlias = Give | BeginMove | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now, what the fleet is doing, why, and when to look again without being asked."""
+
+    commands: tuple[Command, ...]
+    state: FleetState
+    reason: str
+    wake_at_s: float | None = None
