@@ -15,8 +15,9 @@ from tests.integration.conftest import Kit, Record, eventually, merge
 import parti
 from parti.config import Settings
 from parti.coordination.control_plane import ControlPlane
+from parti.coordination.fleet_parts import FleetParts
 from parti.coordination.hooks import Hooks, current_worker_id
-from parti.coordination.manager import FleetParts, Manager
+from parti.coordination.manager import Manager
 from parti.coordination.sources import Static
 from parti.coordination.worker_ids import Seat
 from parti.core.fleet_view import FleetState

@@ -10,8 +10,9 @@ import structlog
 from parti.app.fleet_reading import FleetReading, granted_by
 from parti.config import Settings
 from parti.coordination.control_plane import read_keys
+from parti.coordination.fleet_parts import FleetParts
 from parti.coordination.hooks import Hooks
-from parti.coordination.manager import FleetParts, Manager
+from parti.coordination.manager import Manager
 from parti.coordination.records import Records
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
 from parti.core.fleet_view import FleetState

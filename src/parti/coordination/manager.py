@@ -15,55 +15,43 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import msgspec
 import structlog
 
-from parti.config import Settings
+from parti.coordination.candidacy import Candidacy
 from parti.coordination.control_plane import ControlPlane, agree
-from parti.coordination.election import Election, Office
+from parti.coordination.fleet_parts import FleetParts, Memory
 from parti.coordination.hooks import Hooks, WorkerConsumerUpdater, call_hooks
 from parti.coordination.lease import clock
-from parti.coordination.rebalancer import Rebalancer, RebalancerParts
-from parti.coordination.roles import clean_up, monitor
-from parti.coordination.sources import PartitionSource, SourceContext, SourceReader
+from parti.coordination.standing import Standing
 from parti.coordination.worker_ids import Profile, Seat, WorkerIds
-from parti.core.fleet_view import FleetState, Policy
+from parti.core.fleet_view import FleetState
 from parti.core.lease import NEVER_S
 from parti.core.worker_ids import Applicant
 from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
-from parti.jetstream.api import JetStreamApi
-from parti.jetstream.connection import Connection, ConnectionState
+from parti.jetstream.connection import ConnectionState
 from parti.jetstream.kv import Entry
 from parti.jetstream.system_events import client_ref
 from parti.jetstream.watch import Watch
 from parti.model.fleet import (
-    ROLES,
     Assignment,
     FleetRecord,
     Grant,
     HealthRecord,
     LeaderRecord,
-    Role,
     decode,
     encode,
     key_of,
 )
-from parti.model.partition import Partition, Template
-from parti.strategies.interface import Strategy
-from parti.telemetry.health import Health
-from parti.telemetry.metrics import Metrics
+from parti.model.partition import Partition
 from parti.version import __version__
 
 _log = structlog.get_logger("parti.manager")
 _RETRY_S = 0.5
-_SIGNAL = "fleet"
-_FLEET_WIDE = {FleetState.STABLE, FleetState.SCALING, FleetState.REBALANCING, FleetState.EMERGENCY}
-"""States that every worker takes over from the rebalancer, which has said so already."""
 
 
 class ReadingSide(WorkerConsumerUpdater, Protocol):
@@ -82,22 +70,6 @@ class ReadingSide(WorkerConsumerUpdater, Protocol):
         """Fields of `HealthRecord` that the reading side knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetParts:
-    """What the manager works with."""
-
-    connection: Connection
-    api: JetStreamApi
-    settings: Settings
-    stream: str
-    template: Template
-    source: PartitionSource
-    strategy: Strategy
-    weights: Callable[[], Mapping[str, float] | None]
-    metrics: Metrics
-    health: Health
-
-
 class Manager:
     """Takes part in the fleet from `start` to `stop`."""
 
@@ -109,7 +81,7 @@ class Manager:
         self._service = service
         token = parts.settings.owner_token
         self._token = token.get_secret_value() if token else uuid.uuid4().hex
-        self._state = FleetState.INIT
+        self._standing = Standing(parts.metrics, parts.health, hooks, lambda: self.worker_id)
         self._plane: ControlPlane | None = None
         self._seat: Seat | None = None
         self._fleet: FleetRecord | None = None
@@ -122,18 +94,13 @@ class Manager:
         self._busy: tuple[str, ...] = ()
         self._settled_version = 0
         """Of the assignment: what it took away has been let go, but for the busy ones; positions are stored."""
-        self._lapsed_s = NEVER_S
-        """When this worker's lease ended last without being renewed."""
-        self._floor = 0
-        """The largest incarnation, term or fence token that this process knows of."""
+        self._memory = Memory()
         self._health_revision = 0
         self._news = asyncio.Event()
         self._beat = asyncio.Event()
         self._ready = asyncio.Event()
         self._stopping = False
-        self._was_reset = False
-        self._elections: dict[Role, Election] = {}
-        self._hook_tasks: set[asyncio.Future[None]] = set()
+        self._candidacy: Candidacy | None = None
         self._running: asyncio.Task[None] | None = None
 
     # ── what others may know ──────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +113,7 @@ class Manager:
     @property
     def state(self) -> FleetState:
         """What this worker is doing."""
-        return self._state
+        return self._standing.state
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -166,8 +133,7 @@ class Manager:
     @property
     def leads(self) -> bool:
         """Whether this worker is the rebalancer."""
-        election = self._elections.get("rebalancer")
-        return bool(election and election.office and election.office.lease.held)
+        return self._candidacy is not None and self._candidacy.leads
 
     @property
     def leader(self) -> LeaderRecord | None:
@@ -192,7 +158,7 @@ class Manager:
         seat = self._seat
         if seat is None or not seat.lease.held:
             return
-        self._set_state(FleetState.DRAINING, "leaving")
+        self._standing.set(FleetState.DRAINING, "leaving")
         if not (seat.record.identity and self._settings.rejoin_s):
             # Somebody who is expected back keeps its partitions; others give them away.
             seat.describe(state="draining")
@@ -214,15 +180,14 @@ class Manager:
         if self._over:
             self._over.cancel()
         self._reading.permit(NEVER_S)
-        self._set_state(FleetState.STOPPED, "left the fleet")
-        if self._hook_tasks:
-            await asyncio.wait(self._hook_tasks, timeout=self._settings.drain_timeout_s)
+        self._standing.set(FleetState.STOPPED, "left the fleet")
+        await self._standing.told(self._settings.drain_timeout_s)
         return left
 
     async def _sit_down(self) -> None:
         """Open the bucket, take an id and tell the reading side."""
         parts, settings = self._parts, self._settings
-        self._set_state(FleetState.CLAIMING_ID, "needs a worker id")
+        self._standing.set(FleetState.CLAIMING_ID, "needs a worker id")
         plane = await ControlPlane.open(parts.connection, parts.api, settings.bucket, replicas=settings.replicas)
         self._fleet = await self._found(plane)
         ids = WorkerIds(
@@ -232,8 +197,8 @@ class Manager:
             max_workers=settings.max_workers,
         )
         applicant = Applicant(self._token, settings.identity or "", settings.worker_id, self._last_id)
-        seat = await ids.take(applicant, self._profile(), floor=self._floor)
-        self._floor = max(self._floor, seat.incarnation)
+        seat = await ids.take(applicant, self._profile(), floor=self._memory.floor)
+        self._memory.knows(seat.incarnation)
         self._plane, self._seat = plane, seat
         self._settled_version = 0
         self._last_id = seat.worker_id
@@ -298,7 +263,7 @@ class Manager:
                 await asyncio.sleep(_RETRY_S)
 
     def _note_reset(self) -> None:
-        self._was_reset = True
+        self._memory.was_reset = True
         self._parts.metrics.lease_losses.inc("reset")
 
     async def _why_lost(self, lost: LeaseLost) -> PartiError:
@@ -318,7 +283,7 @@ class Manager:
         self._seat = None
         self._applied = None
         _log.error("stopped handling", reason=str(error))
-        self._set_state(FleetState.DEGRADED, str(error))
+        self._standing.set(FleetState.DEGRADED, str(error))
         await call_hooks(self._hooks.on_error, (error,), worker_id=self.worker_id, metrics=self._parts.metrics)
 
     async def _attend(self, seat: Seat, plane: ControlPlane) -> None:
@@ -341,13 +306,14 @@ class Manager:
             self._on_entry,
             on_reset=on_reset,
         )
-        self._elections = {role: self._election(role, seat, plane) for role in ROLES}
+        assert self._fleet
+        self._candidacy = Candidacy(self._parts, plane, seat, self._fleet, self._memory)
         tasks: list[asyncio.Future[Any]] = [
             reset,
             asyncio.ensure_future(watch.start()),
             asyncio.ensure_future(self._keep_beating(seat, plane)),
             asyncio.ensure_future(self._keep_applying(seat)),
-            *(asyncio.ensure_future(election.run()) for election in self._elections.values()),
+            *(asyncio.ensure_future(each) for each in self._candidacy.runs()),
         ]
         watching = tasks[1]
         try:
@@ -363,68 +329,8 @@ class Manager:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._elections = {}
-            self._parts.metrics.leading.value = 0
+            self._candidacy = None
             await watch.stop()
-
-    def _election(self, role: Role, seat: Seat, plane: ControlPlane) -> Election:
-        return Election(
-            plane.bucket,
-            role,
-            holder=seat.worker_id,
-            token=seat.record.token,
-            ttl_s=self._settings.leader_ttl_s,
-            serve=lambda office: self._serve(office, plane),
-            floor=lambda: self._floor,
-        )
-
-    async def _serve(self, office: Office, plane: ControlPlane) -> None:
-        parts, s = self._parts, self._settings
-        self._floor = max(self._floor, office.term)
-        parts.metrics.elections.inc(office.role)
-        if office.role == "monitor":
-            await monitor(plane, parts.metrics)
-            return
-        if office.role == "cleanup":
-            await clean_up(plane, office)
-            return
-        context = SourceContext(parts.api, plane.bucket, parts.stream, parts.template)
-        # After a reset only the workers themselves know their positions: give all of them time to come back.
-        patience_s = s.lease_ttl_s if self._was_reset else 0.0
-        after_outage = clock() - self._lapsed_s < 2 * s.lease_ttl_s
-        assert self._fleet
-        policy = Policy(
-            cold_start_window_s=max(s.cold_start_window_s, patience_s),
-            scale_window_s=s.scale_window_s,
-            min_rebalance_interval_s=s.min_rebalance_interval_s,
-            takeover_grace_s=s.lease_ttl_s if after_outage else s.lease_ttl_s / 3 + 0.5,
-            hysteresis=s.hysteresis,
-        )
-        source = SourceReader(parts.source, context)
-        rebalancer = Rebalancer(
-            RebalancerParts(
-                plane,
-                parts.stream,
-                parts.template,
-                source,
-                parts.strategy,
-                parts.weights,
-                self._fleet,
-                policy,
-                s.lease_ttl_s,
-                parts.metrics,
-                s.for_system_account() if s.has_system_account else None,
-                s.takeover_on_disconnect,
-                after_outage=after_outage,
-            ),
-            office,
-        )
-        parts.metrics.leading.value = 1
-        try:
-            await rebalancer.run()
-        finally:
-            parts.metrics.leading.value = 0
-            self._floor = max(self._floor, rebalancer.newest_fence)
 
     def _on_entry(self, key: str, entry: Entry) -> None:
         kind, _, name = key.partition(".")
@@ -432,15 +338,14 @@ class Manager:
             offered = _decoded(entry, Assignment)
             if offered and self._seat and offered.incarnation == self._seat.incarnation:
                 self._offered = offered
-                fences = (grant.fence_token for grant in offered.partitions.values())
-                self._floor = max(self._floor, offered.term, *fences)
+                self._memory.knows(offered.term, *(grant.fence_token for grant in offered.partitions.values()))
                 self._news.set()
             return
         if name == "rebalancer":
             self._leader = _decoded(entry, LeaderRecord)
             self._follow_leader()
-        if not entry.value and name in self._elections:
-            self._elections[name].hint()
+        if not entry.value and self._candidacy:
+            self._candidacy.hint(name)
 
     def _on_connection(self, state: ConnectionState, reason: str) -> None:
         self._beat.set()
@@ -463,8 +368,8 @@ class Manager:
     def _lease_over(self) -> None:
         """Nothing was heard of the control plane for the length of a lease: no handler is started any more."""
         if self._seat and not self._seat.lease.held and not self._stopping:
-            self._lapsed_s = clock()
-            self._set_state(FleetState.DEGRADED, "the control plane cannot be reached")
+            self._memory.lapsed_s = clock()
+            self._standing.set(FleetState.DEGRADED, "the control plane cannot be reached")
 
     async def _keep_beating(self, seat: Seat, plane: ControlPlane) -> None:
         """Renew the lease, with news of this worker, before it can end; raise when it is lost."""
@@ -489,7 +394,7 @@ class Manager:
             incarnation=seat.incarnation,
             applied=self._settled_version,
             busy=self._busy,
-            state=self._state.value,
+            state=self.state.value,
             problems=tuple(self._parts.health.reasons.values())[:5],
             at=datetime.now(UTC),
             **self._reading.report(),
@@ -580,36 +485,13 @@ class Manager:
         if self._stopping or self._seat is None or not self._seat.lease.held:
             return
         if self._leader is None:
-            self._set_state(FleetState.ELECTION, "there is no rebalancer")
+            self._standing.set(FleetState.ELECTION, "there is no rebalancer")
         elif self._applied is None:
-            self._set_state(FleetState.WAITING, "has no assignment yet")
+            self._standing.set(FleetState.WAITING, "has no assignment yet")
         else:
             told = self._leader.state
             state = FleetState(told) if told in set(FleetState) else FleetState.STABLE
-            self._set_state(state, self._leader.reason)
-
-    def _set_state(self, state: FleetState, reason: str) -> None:
-        before, self._state = self._state, state
-        if before is state:
-            return
-        self._parts.metrics.fleet_state.set(state)
-        if state is FleetState.DEGRADED:
-            self._parts.health.raise_signal(_SIGNAL, f"degraded: {reason}")
-        else:
-            self._parts.health.clear(_SIGNAL)
-        tell = _log.debug if state in _FLEET_WIDE else _log.info
-        tell(f"worker {state}", worker=self.worker_id, before=before.value, reason=reason)
-        if self._hooks.on_state_changed:
-            self._spawn_hooks(before, state)
-
-    def _spawn_hooks(self, before: FleetState, state: FleetState) -> None:
-        task = asyncio.ensure_future(
-            call_hooks(
-                self._hooks.on_state_changed, (before, state), worker_id=self.worker_id, metrics=self._parts.metrics
-            )
-        )
-        self._hook_tasks.add(task)
-        task.add_done_callback(self._hook_tasks.discard)
+            self._standing.set(state, self._leader.reason)
 
 
 async def _check_reset(plane: ControlPlane) -> None:
