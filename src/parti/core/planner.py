@@ -49,7 +49,8 @@ class Planner:
         """What everybody had when the strategy was asked and wanted nothing."""
         self._held_back: dict[str, float] = {}
         self._seen: set[str] = set()
-        self._somebody_stayed: bool | None = False if after_outage else None
+        self._after_outage = after_outage
+        self._somebody_stayed: bool | None = None
         """Whether at the first look somebody had kept its lease since it was given its partitions."""
 
     def claim_failed(self, partitions: Sequence[str], now_s: float) -> None:
@@ -89,6 +90,14 @@ class Planner:
         return self._policy.cold_start_window_s if cold else self._policy.scale_window_s
 
     # What `_Step` needs to know and may change.
+
+    def _knows_of(self, worker: str) -> bool:
+        """Whether the absence of a worker means something already.
+
+        After an outage it does not: leases may end in the sight of a rebalancer whose holders are still on their way
+        back.
+        """
+        return not self._after_outage and (worker in self._seen or bool(self._somebody_stayed))
 
     def _window_ends_s(self, length_s: float) -> float:
         """End of a window that each join or leave extends, up to three times its length."""
@@ -187,7 +196,7 @@ class _Step:
         rebalancer gives them time to come back. As long as a single worker has kept its lease, it was not away; and
         whoever was there since the election and no longer is, is gone.
         """
-        if worker in self._view.left or worker in self._planner._seen or self._planner._somebody_stayed:
+        if worker in self._view.left or self._planner._knows_of(worker):
             return True
         ends_s = self._planner._elected_s + self._policy.takeover_grace_s
         if self._view.now_s < ends_s:
