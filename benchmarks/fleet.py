@@ -71,12 +71,6 @@ class Movement:
     handovers: int
     """Changes of owner seen, all of them: more than `orphans + moved` when a partition changed hands twice."""
 
-    @property
-    def excess(self) -> float:
-        """By how much the partitions moved exceed the least possible, as a share of the latter."""
-        least = self.minimum + self.orphans
-        return (self.moved + self.orphans - least) / least if least else float(self.moved > 0)
-
 
 class Observer:
     """Watches one fleet from `observing` on."""

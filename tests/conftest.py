@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -22,3 +23,12 @@ def own_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logs.forget_process()
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _signals() -> None:
+    """Processes that tests start obey signals, also when whoever runs the tests ignores them (nohup, background)."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
