@@ -34,8 +34,9 @@ from benchmarks.control_plane import (
     timed,
 )
 from benchmarks.fleet import Observer, Place, observing
-from benchmarks.fleet_steps import Processes, Verdict, create_stream, worker_processes
+from benchmarks.fleet_processes import Processes, create_stream, worker_processes
 from benchmarks.report import RESULTS, write_result
+from benchmarks.verdicts import Verdict, announce
 from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
@@ -334,10 +335,7 @@ def main() -> int:
     timings = asyncio.run(measure(options))
     show(timings)
     verdicts = judge(timings)
-    for verdict in verdicts:
-        word = "ok" if verdict.passed else "NOT MET"
-        console.print(f"{verdict.what}: {verdict.figure}: {word}", style="green" if verdict.passed else "red")
-    passed = all(verdict.passed for verdict in verdicts)
+    passed = announce(verdicts, console)
     result = {
         "settings": {k: v for k, v in vars(options).items() if k != "results"},
         "passed": passed,

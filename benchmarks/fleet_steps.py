@@ -20,30 +20,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet import Movement, Observer, Place, observing, shares
+from benchmarks.fleet_processes import Processes, create_stream, worker_processes
 from benchmarks.report import RESULTS, write_result
+from benchmarks.verdicts import Verdict, announce
 from rich.console import Console
 from rich.table import Table
 
 from parti.config import Settings
 from parti.embedded import Server
-from parti.jetstream.api import JetStreamApi
-from parti.jetstream.connection import Connection
 from parti.telemetry.logs import configure_logging
 
 SETTLE_LIMIT_S = 3.0
@@ -53,94 +48,7 @@ _JOIN_S = 60.0
 _GIVE_UP_S = 30.0
 _EXIT_S = 20.0
 _DWELL_S = 2.0
-_APP = """
-import parti
-
-app = parti.App(stream={stream!r}, subject={template!r}, partitions={partitions!r})
-
-
-@app.handler
-async def handle(message):
-    pass
-"""
 console = Console(width=None if sys.stdout.isatty() else 150)
-
-
-class Processes:
-    """`parti worker` processes of one app; ended with the block at the latest."""
-
-    def __init__(self, place: Place, partitions: Sequence[str], settings: Mapping[str, Any], directory: Path) -> None:
-        self.running: list[subprocess.Popen[bytes]] = []
-        self._url = place.url
-        self._directory = directory
-        self._count = 0
-        text = _APP.format(stream=place.stream, template=place.template, partitions=list(partitions))
-        (directory / "fleet_app.py").write_text(text)
-        lines = {**settings, "bucket": place.bucket, "prefix": place.prefix}.items()
-        # Of what settings are made of, JSON and TOML write the same.
-        (directory / "parti.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in lines))
-
-    def start(self, number: int) -> None:
-        """Start some more."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PARTI_")}
-        for _ in range(number):
-            command = [sys.executable, "-m", "parti", "worker", "fleet_app:app", "--nats", self._url]
-            with (self._directory / f"log-{self._count}").open("wb") as log:
-                self.running.append(
-                    subprocess.Popen(
-                        [*command, "--log-format", "json"],
-                        cwd=self._directory,
-                        env=environment,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-            self._count += 1
-
-    def end(self, pids: Sequence[int], number: signal.Signals) -> list[subprocess.Popen[bytes]]:
-        """Signal some; they are no longer among those that run."""
-        going = [process for process in self.running if process.pid in pids]
-        self.running = [process for process in self.running if process not in going]
-        for process in going:
-            process.send_signal(number)
-        return going
-
-    def complaints(self) -> Counter[str]:
-        """What the workers have logged as warning or error, with how often."""
-        found: Counter[str] = Counter()
-        for path in sorted(self._directory.glob("log-*")):
-            for line in path.read_text().splitlines():
-                entry = _parsed(line)
-                if entry.get("level") not in {"info", "debug"}:
-                    text = entry.get("event", line)
-                    found[f"{text}: {why}" if (why := entry.get("error") or entry.get("reason")) else str(text)] += 1
-        return found
-
-    def close(self) -> None:
-        """Kill what is left."""
-        for process in self.running:
-            process.kill()
-        for process in self.running:
-            process.wait()
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        entry = json.loads(line)
-        if isinstance(entry, dict):
-            return entry
-    return {}
-
-
-@contextmanager
-def worker_processes(place: Place, partitions: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Processes]:
-    """A directory with an app in it, and processes of that app."""
-    with tempfile.TemporaryDirectory(prefix="parti-fleet-") as name:
-        processes = Processes(place, partitions, settings, Path(name))
-        try:
-            yield processes
-        finally:
-            processes.close()
 
 
 # ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -298,16 +206,6 @@ async def steps_on(
 # ── a whole run ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def create_stream(url: str, name: str, subjects: str, storage: str = "file") -> None:
-    """Make the stream whose partitions are shared out."""
-    connection = await Connection.open(Settings(nats=(url,)), name="benchmark")
-    try:
-        config = {"name": name, "subjects": [subjects], "storage": storage, "allow_direct": True}
-        await JetStreamApi(connection).call(f"STREAM.CREATE.{name}", config)
-    finally:
-        await connection.close()
-
-
 async def up_and_down(
     count: int, strategy: str, how: signal.Signals, options: argparse.Namespace
 ) -> tuple[list[Step], Counter[str]]:
@@ -331,15 +229,6 @@ async def up_and_down(
             for number, after in enumerate(reversed(options.steps[:-1])):
                 note(await steps.shrink(after, how, rebalancer_goes=bool(number % 2)))
             return done, steps.processes.complaints()
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One thing that must be shown."""
-
-    what: str
-    figure: str
-    passed: bool
 
 
 def judge(steps: Sequence[Step]) -> list[Verdict]:
@@ -428,10 +317,7 @@ def main() -> int:
     verdicts = judge(steps)
     for text, times in complaints.most_common(10):
         console.print(f"logged {times} x: {text}", style="dim", highlight=False)
-    for verdict in verdicts:
-        word = "ok" if verdict.passed else "NOT MET"
-        console.print(f"{verdict.what}: {verdict.figure}: {word}", style="green" if verdict.passed else "red")
-    passed = all(verdict.passed for verdict in verdicts)
+    passed = announce(verdicts, console)
     result = {
         "settings": {k: v for k, v in vars(options).items() if k != "results"},
         "passed": passed,

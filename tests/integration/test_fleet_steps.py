@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from benchmarks.audit import audit, read_back
 from benchmarks.fleet import Place, observing
-from benchmarks.fleet_scale import UPDATES_LIMIT, Host, Traffic
+from benchmarks.fleet_hosts import Host
+from benchmarks.fleet_scale import UPDATES_LIMIT, Traffic
 from benchmarks.fleet_steps import Step, steps_on
 from tests.integration.conftest import Kit, eventually
 
