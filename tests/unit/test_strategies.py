@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 
+import parti
 from parti.errors import ConfigError
 from parti.strategies import (
     DEFAULT_STRATEGY,
@@ -379,3 +380,10 @@ def test_shares_are_exact_and_capacity_goes_first() -> None:
     assert fair_shares(12, [Slot("a", 2), Slot("b", 3)]) == [2, 3]
     assert fair_shares(3, [Slot("a", 2, weight=0.1), Slot("b", weight=0.2)]) == [1, 2]
     assert fair_shares(12, []) == []
+
+
+def test_an_app_takes_a_strategy_by_name_or_as_an_object() -> None:
+    for given in ("hash", strategy_named("hash")):
+        assert parti.App(stream="S", subject="s.{p}", strategy=given).strategy is strategy_named("hash")
+    with pytest.raises(ConfigError, match="unknown strategy 'best'"):
+        parti.App(stream="S", subject="s.{p}", strategy="best")

@@ -27,9 +27,9 @@ class App:
 
     `subject` is a template such as `dc.{tool}.{chamber}.completion`. `partitions` lists the key values, or is a
     function that returns them, a `SubjectMapping` or another source; left out, every subject in the stream that fits
-    the template is a partition. `strategy` decides how a fleet shares them; `weights` are the loads of single
-    partitions by id, or a quick function that returns them, for strategies that care. Further keyword arguments are
-    settings, which beat environment and `parti.toml`.
+    the template is a partition. `strategy`, a name or an object, decides how a fleet shares them; `weights` are the
+    loads of single partitions by id, or a quick function that returns them, for strategies that care. Further keyword
+    arguments are settings, which beat environment and `parti.toml`.
 
     Example:
         app = parti.App(stream="DC", subject="dc.{tool}.{chamber}.completion", partitions=["etch1.c1", "etch1.c2"])
@@ -45,7 +45,7 @@ class App:
         stream: str,
         subject: str,
         partitions: SourceLike = None,
-        strategy: Strategy | None = None,
+        strategy: Strategy | str | None = None,
         weights: Mapping[str, float] | Callable[[], Mapping[str, float]] | None = None,
         **settings: Any,
     ) -> None:
@@ -54,7 +54,7 @@ class App:
         self.stream = stream
         self.template = Template(subject)
         self.source = as_source(partitions)
-        self.strategy = strategy
+        self.strategy = strategy_named(strategy) if isinstance(strategy, str) else strategy
         self.weights = weights if callable(weights) else (lambda: weights)
         self.hooks = Hooks()
         self._every_subject = partitions is None

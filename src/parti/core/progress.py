@@ -9,13 +9,14 @@ follows the work in flight and not the history.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 import msgspec
 
-from parti.model.subjects import covers
+from parti.model.subjects import covers, has_wildcard
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """What a worker has finished, as stored in `progress.<worker>`."""
 
     stream: str
@@ -52,7 +53,18 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def covers(self, subject: str) -> bool:
         """Whether the floor speaks for a subject."""
-        return subject in self.covered or any(covers(c, subject) for c in self.covered)
+        return subject in self._literals or any(covers(c, subject) for c in self._patterns)
+
+    # The rebalancer asks for thousands of partitions in one go: a walk through all subjects for each of them would
+    # hold up the event loop for seconds.
+
+    @cached_property
+    def _literals(self) -> frozenset[str]:
+        return frozenset(self.covered)
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(c for c in self.covered if has_wildcard(c))
 
     def raised(self, subjects: tuple[str, ...], ack_floor: int) -> Progress:
         """Take in what a consumer with these subjects has acknowledged: its ack floor is a position too.

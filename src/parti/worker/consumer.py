@@ -376,9 +376,8 @@ class WorkerConsumer:
         lanes.next_seq = info.last_seq + 1
         lanes.restore(record.behind)
         lanes.restore({p.id: record.position(p.id, p.subject) for p in self._no_longer_ours(filters)})
-        parked = [p for p in filters.partitions.values() if self._parked_partition(p.id, filters)]
-        for partition in parked:
-            if partition.id in record.behind:
+        for partition in filters.partitions.values():
+            if partition.id in record.behind and self._parked_partition(partition.id, filters):
                 lanes.gain(partition, self._position(partition.id, partition.subject), feed_to=info.last_seq)
         others = [p for p in filters.partitions.values() if not lanes.has(p.id)]
         firsts = await self._probe(others, end=info.last_seq + 1)
