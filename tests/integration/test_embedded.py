@@ -19,6 +19,7 @@ import nats.errors
 import psutil
 import pytest
 from nats.js.api import StorageType, StreamConfig
+from tests.integration.conftest import eventually
 
 from parti.embedded import Cluster, Server, monitor
 from parti.errors import EmbeddedServerError, ServerTooOld
@@ -313,8 +314,17 @@ async def test_cluster_survives_the_kill_of_a_node(nats_cluster: Cluster) -> Non
     await nats_cluster.restart(follower)
 
     client = await nats.connect(nats_cluster.servers[follower].url)
-    assert (await client.jetstream(timeout=20).stream_info("kept")).state.messages == 1
-    await client.close()
+
+    async def kept() -> bool:
+        try:
+            return (await client.jetstream(timeout=2).stream_info("kept")).state.messages == 1
+        except nats.errors.TimeoutError:
+            return False  # while a stream has no leader, requests about it get no answer at all
+
+    try:
+        await eventually(kept, 30)
+    finally:
+        await client.close()
 
 
 def test_cluster_of_all_killed_nodes_comes_back(tmp_path: Path) -> None:
