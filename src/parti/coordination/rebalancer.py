@@ -382,18 +382,23 @@ class Rebalancer:
         """The assignments that these claims make different from what was last written."""
         members = self._membership.members
         wanted: dict[str, dict[str, Grant]] = {w: {} for w, m in members.items() if m.state != "away"}
+        # A worker may have to let go of what it was never told of: it has to say so all the same.
+        due: dict[str, int] = defaultdict(int)
         for partition, claim in claims.items():
             member = members.get(claim.owner)
-            if claim.state != "owned" or member is None or claim.incarnation != member.incarnation:
+            if member is None or claim.owner not in wanted or claim.incarnation != member.incarnation:
                 continue
-            if claim.owner in wanted:
+            if claim.state == "moving":
+                due[claim.owner] = max(due[claim.owner], claim.release_version)
+            elif claim.state == "owned":
                 position = claim.position if claim.stream_created == self._stream_created else 0
                 wanted[claim.owner][partition] = Grant(claim.fence_token, position)
         changed = {}
         for worker, partitions in wanted.items():
             known = self._assignments[worker].assignment
             incarnation = members[worker].incarnation
-            if known and (known.incarnation, known.partitions) == (incarnation, partitions):
+            same = known and (known.incarnation, known.partitions) == (incarnation, partitions)
+            if same and known and known.version >= due[worker]:
                 continue
             changed[worker] = Assignment(
                 version=self._next_version(worker),

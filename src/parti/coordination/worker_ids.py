@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -125,16 +124,10 @@ class WorkerIds:
                     raise NoFreeWorkerId(
                         f"identity {applicant.identity!r} is in use and all other worker ids are held"
                     )
-            place, losses = 0, 0
-            while place < len(choice.candidates):
-                name = choice.candidates[place]
+            for name in choice.candidates:
                 seat = await self._try(name, entries.get(name), applicant, profile, floor)
                 if seat:
                     return seat
-                # Others start at this moment too: if each of n of them went through the ids one by one, they would
-                # need n * n / 2 tries.
-                losses += 1
-                place += random.randint(1, 2 ** min(losses, 8))
 
     def _taken(self, applicant: Applicant, holder: MemberRecord, name: str) -> None:
         who = f"process {holder.pid} on {holder.host or 'an unnamed host'}"
