@@ -88,14 +88,19 @@ async def test_a_killed_process_is_replaced_within_seconds_of_the_servers_word(
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", script), stdout=asyncio.subprocess.PIPE, env=environment()
         )
-        assert process.stdout
-        assert await process.stdout.readline() == b"worker-1\n"
-        await eventually(lambda: len(survivor.partitions) == 6)
-        process.kill()
-        killed_s = time.monotonic()
-        await process.wait()
-        await eventually(lambda: len(survivor.partitions) == 12)
-        assert time.monotonic() - killed_s < 5, "the lease would have lasted 30 s"
+        try:
+            assert process.stdout
+            assert await process.stdout.readline() == b"worker-1\n"
+            await eventually(lambda: len(survivor.partitions) == 6)
+            process.kill()
+            killed_s = time.monotonic()
+            await process.wait()
+            await eventually(lambda: len(survivor.partitions) == 12)
+            assert time.monotonic() - killed_s < 5, "the lease would have lasted 30 s"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 async def test_a_worker_that_comes_back_over_another_connection_keeps_its_lease(
