@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.integration.conftest import Kit, Record, eventually
+from tests.integration.fleet import FLEET, PARTITIONS, Fleet, Journal, running
 
 import parti
 from parti.errors import ConfigError
-
-FLEET = {
-    "fleet": True,
-    "worker_id": None,
-    "cold_start_window_s": 0.05,
-    "scale_window_s": 0.1,
-    "min_rebalance_interval_s": 0.1,
-}
 
 
 async def test_a_worker_of_another_app_is_refused(kit: Kit, record: Record) -> None:
@@ -74,3 +67,42 @@ async def test_what_starts_while_a_partition_leaves_carries_its_token(kit: Kit) 
     for tokens in fences.values():
         assert tokens[0] > 0
         assert tokens == sorted(tokens), "tokens never go back"
+
+
+async def test_a_worker_without_capacity_gets_nothing(kit: Kit) -> None:
+    async with Fleet(kit, Journal()) as fleet:
+        standby = await fleet.join(capacity=0)
+        other = await fleet.join()
+        await eventually(lambda: len(other.partitions) == len(PARTITIONS), 5.0)
+        assert standby.partitions == ()
+
+
+async def test_more_capacity_than_a_consumer_can_carry_is_refused(kit: Kit) -> None:
+    async with Fleet(kit, Journal()) as fleet:
+        with pytest.raises(ConfigError, match="max_subjects"):
+            await fleet.join(capacity=8, max_subjects=4)
+
+
+async def test_two_deployments_in_one_bucket_do_not_take_each_others_partitions(kit: Kit) -> None:
+    """They differ in stream and prefix and share the bucket, which has the same name by default."""
+    other_stream, other_root = f"{kit.stream}_2", f"{kit.root}x"
+    await kit.api.call(
+        f"STREAM.CREATE.{other_stream}", {"name": other_stream, "subjects": [f"{other_root}.>"], "storage": "memory"}
+    )
+    journal = Journal()
+    try:
+        async with running(kit, 1) as fleet:
+            settings = {**kit.settings, **FLEET, "prefix": f"w{other_root}"}
+            other = parti.App(stream=other_stream, subject=f"{other_root}.{{p}}", partitions=["q0", "q1"], **settings)
+            other.handler(lambda message: journal.note("start", message))
+            try:
+                worker = other.worker()
+                await worker.start()
+            except ConfigError:
+                return  # A clear word is as good.
+            fleet.workers.append(worker)
+            sent = await kit.publish(PARTITIONS)
+            theirs = [await kit.api.publish(f"{other_root}.{p}", b"x") for p in ("q0", "q1")]
+            await eventually(lambda: fleet.journal.has(sent) and journal.has({"q": theirs}), 5.0)
+    finally:
+        await kit.delete_stream(other_stream)

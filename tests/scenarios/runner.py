@@ -4,7 +4,6 @@
     partitions p0..p7             what is wanted at the beginning
     settled worker-0..worker-1    these have shared it long ago; otherwise the fleet begins empty
     prompt                        workers let go as soon as they are told to, without an `applied`
-    xfail: why                    the scenario shows what should happen and does not happen yet
 
     at 5.0  join worker-2         an event and its time in seconds
             -> 5.0 [scaling] …    what follows from it, until the next event
@@ -70,7 +69,6 @@ class Scenario:
     head: list[str] = field(default_factory=list)
     """Lines before the first event, as they are."""
     events: list[Event] = field(default_factory=list)
-    xfail: str = ""
     prompt: bool = False
     strategy: str = "sticky"
     partitions: list[str] = field(default_factory=list)
@@ -124,8 +122,6 @@ def _read_line(scenario: Scenario, line: str) -> None:
 def _read_setting(scenario: Scenario, text: str) -> None:
     keyword, _, rest = text.partition(" ")
     match keyword:
-        case "xfail:":
-            scenario.xfail = rest
         case "prompt":
             scenario.prompt = True
         case "strategy":
@@ -138,7 +134,7 @@ def _read_setting(scenario: Scenario, text: str) -> None:
             changes = dict(word.split("=") for word in rest.split())
             scenario.policy = replace(scenario.policy, **{k: float(v) for k, v in changes.items()})
         case _:
-            raise ValueError("expected strategy, partitions, settled, prompt, policy, xfail: or at")
+            raise ValueError("expected strategy, partitions, settled, prompt, policy or at")
 
 
 def expand(words: Iterable[str]) -> list[str]:
