@@ -50,12 +50,12 @@ class Contender:
     def value(self) -> bytes:
         return f"{self.name} {self.epoch}".encode()
 
-    async def acquire(self, over: Entry | None = None, extra: Sequence[Write] = ()) -> int:
+    async def acquire(self, over: Entry | None = None) -> int:
         def value_of(epoch: int) -> bytes:
             self.epoch = epoch
             return self.value
 
-        return await self.lease.acquire(over, value_of, extra)
+        return await self.lease.acquire(over, value_of)
 
     async def renew(self, extra: Sequence[Write] = ()) -> list[int]:
         return await self.lease.renew(self.value, extra)

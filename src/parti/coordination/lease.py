@@ -45,7 +45,6 @@ class Lease:
         self,
         over: Entry | None,
         value_of: Callable[[int], bytes],
-        extra: Sequence[Write] = (),
         *,
         floor: int = 0,
     ) -> int:
@@ -60,7 +59,7 @@ class Lease:
             number = max(epoch(epoch_base(info.created), info.last_seq), floor + 1)
             self._revision = over.revision if over else 0
             try:
-                await self._write(value_of(number), extra)
+                await self._write(value_of(number), ())
             except WrongRevision:
                 raise LeaseLost(f"{self.key} was taken by somebody else") from None
             return number
@@ -112,22 +111,19 @@ class Lease:
             raise ControlPlaneReset("control plane was reset: the bucket was restored from an older copy")
         self._revision = entry.revision
 
-    async def release(self, extra: Sequence[Write] = ()) -> bool:
-        """Give the key back, with some last writes; False when that is not certain."""
-        return await self._end(b"", MARKER_TTL_S, extra)
+    async def release(self) -> bool:
+        """Give the key back; False when that is not certain."""
+        return await self.hand_back(b"", MARKER_TTL_S)
 
-    async def hand_back(self, value: bytes, ttl_s: float, extra: Sequence[Write] = ()) -> bool:
-        """Leave another value in the key for a while instead of deleting it; False when that is not certain."""
-        return await self._end(value, ttl_s, extra)
-
-    async def _end(self, value: bytes, ttl_s: float, extra: Sequence[Write]) -> bool:
+    async def hand_back(self, value: bytes, ttl_s: float) -> bool:
+        """Leave another value (none: a marker) in the key for a while; False when that is not certain."""
         async with self._lock:
             if self.ends_at_s == NEVER_S:
                 return False
             for _ in range(2):
                 last = Write(self.key, value, self._revision, ttl_s, deletes=not value)
                 try:
-                    await self._bucket.write([*extra, last], timeout_s=_END_S)
+                    await self._bucket.write([last], timeout_s=_END_S)
                 except WrongRevision:
                     # A renewal that was cancelled before its answer came may have taken effect.
                     try:

@@ -291,11 +291,10 @@ class Manager:
         reset = asyncio.get_running_loop().create_future()
 
         def on_reset(created: str) -> None:
-            if created != plane.created and not reset.done():
+            # Another bucket, or the same one restored from an older copy.
+            if not reset.done():
                 reset.set_exception(
-                    ControlPlaneReset(
-                        f"control plane was reset: bucket {plane.bucket.name!r} was made anew at {created}"
-                    )
+                    ControlPlaneReset(f"control plane was reset: bucket {plane.bucket.name!r} is of {created} now")
                 )
 
         watch = Watch(

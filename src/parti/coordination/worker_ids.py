@@ -73,13 +73,13 @@ class Seat:
         """Renew, maybe with other writes in the same batch; see `Lease.renew`."""
         return await self.lease.renew(encode(self.record), extra)
 
-    async def leave(self, *, back_within_s: float = 0.0, extra: Sequence[Write] = ()) -> bool:
+    async def leave(self, *, back_within_s: float = 0.0) -> bool:
         """Give the id back; with an identity, keep it reserved for a while for who comes back."""
         away = bool(self.record.identity and back_within_s > 0)
         state: MemberState = "away" if away else "left"
         ttl_s = back_within_s if away else MARKER_TTL_S
         last = msgspec.structs.replace(self.record, state=state, token="", ttl_seconds=ttl_s)
-        return await self.lease.hand_back(encode(last), ttl_s, extra)
+        return await self.lease.hand_back(encode(last), ttl_s)
 
 
 class WorkerIds:
