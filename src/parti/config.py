@@ -154,6 +154,12 @@ class Settings(BaseSettings):
     """Shortest time between two rebalances; a lost worker's partitions do not wait for it."""
     hysteresis: float = Field(default=0.1, ge=0, le=1)
     """Imbalance that no partition moves for, as a share of the mean."""
+    moves_at_once: int = Field(default=200, ge=1)
+    """Most partitions that are on their way from one worker to another at the same time."""
+    ready_within_s: float = Field(default=5.0, gt=0)
+    """A worker that is not ready for a partition by then does not get it; the owner keeps it."""
+    crash_limit: int = Field(default=2, ge=1)
+    """Processes that may be known to have died in the handler of a message before it is dead-lettered."""
     system_user: str | None = Field(default=None, min_length=1)
     """User of the server's system account, whose events tell at once that a process is gone."""
     system_password: SecretStr | None = None

@@ -22,6 +22,7 @@ from parti.coordination.sources import Static
 from parti.coordination.worker_ids import Seat
 from parti.core.fleet_view import FleetState
 from parti.core.lease import NEVER_S
+from parti.core.retention import LIMITS
 from parti.errors import ConfigError, ControlPlaneReset
 from parti.jetstream.kv import Bucket
 from parti.model.fleet import Assignment, Claim, HealthRecord, decode
@@ -196,6 +197,9 @@ class Reading:
     async def seated(self, seat: Seat, plane: ControlPlane) -> None:
         pass
 
+    def let_go(self, keep: Sequence[Partition], told: Callable[[], None]) -> bool:
+        return False
+
     def permit(self, until_s: float) -> None:
         self.permitted_until_s = until_s
 
@@ -222,6 +226,7 @@ async def managed(kit: Kit, reading: Reading, hooks: Hooks | None = None, **sett
         api=kit.api,
         settings=known,
         stream=kit.stream,
+        retention=LIMITS,
         template=Template(kit.template),
         source=Static(PARTITIONS),
         strategy=strategy_named("sticky"),

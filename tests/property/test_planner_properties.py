@@ -1,9 +1,9 @@
 """The planner over random fleets: OneOwner at every step, and a fleet that settles, is balanced and stays so.
 
 A model of the fleet (`tests.scenarios.fleet_model`) carries out what the planner decides and checks each command
-against what the processes may be doing at that moment. Workers come, go, crash, restart and answer when they like;
-rebalancers change and may see only a part of the fleet at first. Then the events stop, and everything has to be
-where it belongs within a bounded time.
+against what the processes may be doing at that moment. Workers come, go, crash, restart, answer when they like and
+go deaf; operators want this and that; rebalancers change and may see only a part of the fleet at first. Then the
+events stop, and everything has to be where it belongs within a bounded time.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.scenarios.fleet_model import FleetModel
+from tests.scenarios.fleet_model import FleetModel, Process
 
 from parti.core.fleet_view import Decision, FleetState, FleetView, Policy
+from parti.core.orders import placements
 from parti.core.planner import Planner
 from parti.strategies import STRATEGY_NAMES, Slot, minimum_moves, strategy_named
 
 WORKERS = [f"worker-{n}" for n in range(7)]
 MANY = 500
 SETTLE_S = 60.0
-MOST_STEPS = 40
+MOST_STEPS = 60
 PHASES = [phase for phase in Phase if phase is not Phase.explain]
 workers = st.sampled_from(WORKERS)
 capacities = st.sampled_from([MANY, MANY, MANY, 9, 4, 1, 0])
 weights = st.sampled_from([1.0, 1.0, 1.0, 2.0, 0.5, 40.0])
+policies = st.sampled_from(
+    [Policy(), Policy(), Policy(overlap=False), Policy(moves_at_once=1), Policy(moves_at_once=3)]
+)
 
 
 def names(count: int) -> list[str]:
@@ -81,9 +85,10 @@ class PlannerMachine(RuleBasedStateMachine):
         partitions=st.integers(0, 16),
         members=st.lists(workers, unique=True, max_size=4),
         ticks=st.booleans(),
+        policy=policies,
     )
-    def begin(self, strategy: str, partitions: int, members: list[str], ticks: bool) -> None:
-        self.fleet = FleetModel(strategy_named(strategy), Policy(), names(partitions))
+    def begin(self, strategy: str, partitions: int, members: list[str], ticks: bool, policy: Policy) -> None:
+        self.fleet = FleetModel(strategy_named(strategy), policy, names(partitions))
         self.clockwork = Clockwork(self.fleet, ticks=ticks)
         for worker in members:
             self.fleet.join(worker)
@@ -120,6 +125,39 @@ class PlannerMachine(RuleBasedStateMachine):
             self.fleet.apply(worker)
         self.look_if(look)
 
+    @precondition(lambda self: self.here("active", "draining"))
+    @rule(data=st.data(), look=st.booleans())
+    def get_ready(self, data: st.DataObject, look: bool) -> None:
+        self.fleet.get_ready(data.draw(st.sampled_from(self.here("active", "draining"))))
+        self.look_if(look)
+
+    @precondition(lambda self: self.here("active", "draining"))
+    @rule(data=st.data(), pulls=st.booleans(), slow=st.booleans(), look=st.booleans())
+    def pull(self, data: st.DataObject, pulls: bool, slow: bool, look: bool) -> None:
+        """A consumer stops working, or takes up nothing new, or is well again."""
+        self.fleet.pull(data.draw(st.sampled_from(self.here("active", "draining"))), pulls=pulls, slow=slow)
+        self.look_if(look)
+
+    @rule(placed=st.dictionaries(st.sampled_from(names(16)), workers, max_size=6), look=st.booleans())
+    def place(self, placed: dict[str, str], look: bool) -> None:
+        self.fleet.order(placed=placed)
+        self.look_if(look)
+
+    @rule(drained=st.sets(workers, max_size=2), look=st.booleans())
+    def drain_by_order(self, drained: set[str], look: bool) -> None:
+        self.fleet.order(drained=tuple(sorted(drained)))
+        self.look_if(look)
+
+    @rule(paused=st.sets(st.sampled_from(names(16)), max_size=4), look=st.booleans())
+    def pause(self, paused: set[str], look: bool) -> None:
+        self.fleet.order(paused=tuple(sorted(paused)))
+        self.look_if(look)
+
+    @rule(hold=st.booleans(), look=st.booleans())
+    def hold_moves(self, hold: bool, look: bool) -> None:
+        self.fleet.order(hold_moves=hold)
+        self.look_if(look)
+
     @rule(count=st.integers(0, 16), first=st.integers(0, 3), look=st.booleans())
     def change_partitions(self, count: int, first: int, look: bool) -> None:
         self.fleet.partitions = tuple(names(count)[first:])
@@ -150,7 +188,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.fleet.join(worker)
         self.clockwork.look()
         for partition, owner in before.items():
-            if owner in self.fleet.members and partition in self.fleet.partitions:
+            if owner in self.fleet.members and partition in self.fleet.wanted():
                 assert self.fleet.claims[partition].owner == owner, f"{partition} was given away in the grace"
 
     @rule(partitions=st.sets(st.sampled_from(names(16)), max_size=4))
@@ -171,25 +209,35 @@ class PlannerMachine(RuleBasedStateMachine):
             return
         fleet = self.fleet
         fleet.refused = set()
+        held = fleet.orders.hold_moves
+        fleet.order(hold_moves=False)
         for number, worker in enumerate(self.here("away")):
             (fleet.rejoin if number % 2 else fleet.lose)(worker)
         for worker in self.here():
+            fleet.pull(worker)
             fleet.apply(worker)
         self.clockwork.look(prompt=True)
         self.clockwork.advance(SETTLE_S, prompt=True)
         check_settled(fleet)
+        fleet.order(hold_moves=held)
+        self.clockwork.look(prompt=True)
         state = self.clockwork.last
         assert self.clockwork.advance(SETTLE_S, prompt=True) == 0, "a settled fleet does not stay settled"
         self.clockwork.look()
         assert self.clockwork.last == state
 
 
+def takers(fleet: FleetModel) -> dict[str, Process]:
+    """Workers that may get something."""
+    return {w: p for w, p in fleet.members.items() if p.state == "active" and w not in fleet.orders.drained}
+
+
 def check_settled(fleet: FleetModel) -> None:
     """Everything wanted is where it belongs, as far as there is room."""
-    active = {w: p for w, p in fleet.members.items() if p.state == "active"}
+    active = takers(fleet)
     owned: dict[str, list[str]] = {w: [] for w in fleet.members}
     homeless = []
-    for partition in fleet.partitions:
+    for partition in fleet.wanted():
         claim = fleet.claims.get(partition)
         if claim is None or claim.owner not in fleet.members:
             homeless.append(partition)
@@ -198,23 +246,31 @@ def check_settled(fleet: FleetModel) -> None:
         owned[claim.owner].append(partition)
         if claim.owner in active:
             assert claim.state == "owned", f"{partition} moves for ever: {claim}"
-    for partition in fleet.claims.keys() - set(fleet.partitions):
+    for partition in fleet.claims.keys() - set(fleet.wanted()):
         assert fleet.claims[partition].state == "free", f"{partition} is not wanted: {fleet.claims[partition]}"
     full = all(len(owned[w]) >= p.capacity for w, p in active.items())
     elsewhere = [p for w in owned if w not in active for p in owned[w]]
     assert full or not homeless, f"nobody owns {homeless}, although there is room"
     assert full or not elsewhere, f"draining workers cannot get rid of {elsewhere}, although there is room"
     # A worker that came back with less capacity keeps what nobody else has room for.
-    if sum(p.capacity for p in active.values()) >= len(fleet.partitions):
+    if sum(p.capacity for p in active.values()) >= len(fleet.wanted()):
         for worker, process in active.items():
             assert len(owned[worker]) <= process.capacity, f"{worker} has too many: {len(owned[worker])}"
-    if fleet.strategy.name == "sticky":
+        check_placed(fleet)
+    if fleet.strategy.name == "sticky" and not fleet.orders.placed:
         check_balanced(fleet, owned)
+
+
+def check_placed(fleet: FleetModel) -> None:
+    """Partitions that operators have placed are there, as far as their worker has room for them."""
+    slots = [Slot(w, p.capacity, p.weight) for w, p in takers(fleet).items()]
+    for partition, worker in placements(fleet.orders, slots, fleet.wanted()).items():
+        assert fleet.claims[partition].owner == worker, f"{partition} is not on {worker}: {fleet.claims[partition]}"
 
 
 def check_balanced(fleet: FleetModel, owned: dict[str, list[str]]) -> None:
     """With equal weights nobody could be given a partition by somebody who has clearly more."""
-    active = {w: p for w, p in fleet.members.items() if p.state == "active"}
+    active = takers(fleet)
     if len({p.weight for p in active.values()}) != 1:
         return
     counts = {w: len(owned[w]) for w in active}

@@ -3,7 +3,7 @@
 It does with a decision what the rebalancer does, without a server, and checks every command against what the
 processes are doing. A process counts as handling a partition from the moment that it is given it until the process
 has confirmed that it let go, is away, or its lease has ended: whatever the planner does must be right for the slowest
-process.
+process. It counts as ready for a partition only after its consumer has taken up the assignment that names it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,20 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from parti.core.fleet_view import BeginMove, Command, Decision, FleetView, Free, Give, MemberView, Policy
+from parti.core.fleet_view import (
+    BeginMove,
+    Command,
+    Decision,
+    FleetView,
+    Free,
+    Give,
+    Keep,
+    MemberView,
+    Policy,
+    Release,
+)
 from parti.core.planner import Planner
-from parti.model.fleet import Claim, HealthRecord, MemberState
+from parti.model.fleet import Claim, HealthRecord, MemberState, Orders
 from parti.strategies import Strategy
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -31,6 +42,11 @@ class Process:
     capacity: int = 500
     weight: float = 1.0
     handles: set[str] = field(default_factory=set)
+    carries: set[str] = field(default_factory=set)
+    """What its consumer has taken up: its own partitions and those that it is to get."""
+    pulls: bool = True
+    slow: bool = False
+    """Whether its consumer takes up nothing new for now."""
     stale_incarnation: int = 0
     """Set while the rebalancer has read an older record of this id."""
 
@@ -47,6 +63,7 @@ class AssignmentModel:
     version: int = 0
     incarnation: int = 0
     fences: dict[str, int] = field(default_factory=dict)
+    incoming: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -56,6 +73,7 @@ class Tally:
     begun: list[tuple[str, str, str]] = field(default_factory=list)
     """Moves between live workers: partition, from, to."""
     given: list[Give] = field(default_factory=list)
+    kept: list[Keep] = field(default_factory=list)
 
 
 class FleetModel:
@@ -77,6 +95,7 @@ class FleetModel:
         self.claims: dict[str, Claim] = {}
         self.health: dict[str, HealthRecord] = {}
         self.assignments: dict[str, AssignmentModel] = {}
+        self.orders = Orders()
         self.refused: set[str] = set()
         """Partitions whose claims cannot be written at the moment."""
         self.tally = Tally()
@@ -87,9 +106,10 @@ class FleetModel:
     # ── events ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def join(self, worker: str, *, capacity: int = 500, weight: float = 1.0) -> None:
-        """A process takes the id, whoever held it before; also a restart."""
+        """A process takes the id, whoever held it before, and begins to pull; also a restart."""
         self._incarnations += 1
         self.members[worker] = Process(self._incarnations, capacity=capacity, weight=weight)
+        self.health[worker] = HealthRecord(incarnation=self._incarnations, pulling=True, at=EPOCH)
         self.left.discard(worker)
 
     def leave(self, worker: str) -> None:
@@ -120,16 +140,39 @@ class FleetModel:
 
     def apply(self, worker: str, busy: Iterable[str] = ()) -> None:
         """It puts its newest assignment in force and says so; the handlers of `busy` still run."""
-        process = self.members[worker]
+        process, told = self.members[worker], self._told(worker)
+        if told.version:
+            running = (process.handles & set(busy)) - told.fences.keys()
+            process.handles = set(told.fences) | running
+            self._report(worker, applied=told.version, busy=tuple(sorted(running)))
+        self.get_ready(worker)
+
+    def get_ready(self, worker: str) -> None:
+        """Its consumer takes up what it was told of, unless it is slow, and it says so."""
+        process, told = self.members[worker], self._told(worker)
+        if told.version and not process.slow:
+            process.carries = told.fences.keys() | told.incoming
+            self._report(worker, ready=told.version)
+
+    def pull(self, worker: str, *, pulls: bool = True, slow: bool = False) -> None:
+        """Its consumer works or does not, and is quick or slow to take up anything new."""
+        self.members[worker].pulls, self.members[worker].slow = pulls, slow
+        self._report(worker)
+
+    def order(self, **changes: object) -> None:
+        """Operators want something else."""
+        self.orders = msgspec.structs.replace(self.orders, **changes)
+
+    def _told(self, worker: str) -> AssignmentModel:
+        """What this process was told; nothing, when that was meant for another one."""
         told = self.assignments.get(worker, AssignmentModel())
-        if told.incarnation != process.incarnation:
-            self.health[worker] = HealthRecord(incarnation=process.incarnation, at=EPOCH)
-            return
-        running = (process.handles & set(busy)) - told.fences.keys()
-        process.handles = set(told.fences) | running
-        self.health[worker] = HealthRecord(
-            incarnation=process.incarnation, applied=told.version, busy=tuple(sorted(running)), at=EPOCH
-        )
+        return told if told.incarnation == self.members[worker].incarnation else AssignmentModel()
+
+    def _report(self, worker: str, **changes: object) -> None:
+        process, health = self.members[worker], self.health.get(worker)
+        if health is None or health.incarnation != process.incarnation:
+            health = HealthRecord(incarnation=process.incarnation, at=EPOCH)
+        self.health[worker] = msgspec.structs.replace(health, pulling=process.pulls, **changes)
 
     def elect(self) -> None:
         """Another rebalancer takes over; it knows the records and nothing else."""
@@ -155,6 +198,7 @@ class FleetModel:
             health=dict(self.health),
             left=frozenset(self.left),
             weights=self.loads,
+            orders=self.orders,
         )
 
     def step(self) -> tuple[Decision, list[Command]]:
@@ -175,6 +219,7 @@ class FleetModel:
             if command.partition not in self.refused:
                 self._carry_out(command)
         self._write_assignments()
+        self._check_handlers()
         if refused:
             self.planner.claim_failed([c.partition for c in refused], self.now_s)
         return decision, refused
@@ -192,28 +237,56 @@ class FleetModel:
                 self.tally.given.append(command)
             case BeginMove(partition, next_owner, reason):
                 claim = self.claims[partition]
-                told = self.assignments.get(claim.owner, AssignmentModel())
+                prepares = self.policy.overlap and next_owner
                 self.claims[partition] = msgspec.structs.replace(
-                    claim, state="moving", next=next_owner, reason=reason, release_version=told.version + 1
+                    claim,
+                    state="preparing" if prepares else "moving",
+                    next=next_owner,
+                    reason=reason,
+                    awaits=self._next_version(next_owner if prepares else claim.owner),
                 )
                 self.tally.begun.append((partition, claim.owner, next_owner))
+            case Release(partition, reason):
+                claim = self.claims[partition]
+                self.claims[partition] = msgspec.structs.replace(
+                    claim, state="moving", reason=reason, awaits=self._next_version(claim.owner)
+                )
+            case Keep(partition, reason):
+                self.claims[partition] = msgspec.structs.replace(
+                    self.claims[partition], state="owned", next="", reason=reason
+                )
+                self.tally.kept.append(command)
             case Free(partition, reason):
                 self.claims[partition] = msgspec.structs.replace(
                     self.claims[partition], owner="", next="", state="free", reason=reason
                 )
 
+    def _next_version(self, worker: str) -> int:
+        return self.assignments.get(worker, AssignmentModel()).version + 1
+
     def _write_assignments(self) -> None:
-        told = {w: dict[str, int]() for w, p in self.members.items() if p.state != "away"}
+        told = {w: AssignmentModel(incarnation=p.seen_incarnation) for w, p in self._present().items()}
+        due = dict.fromkeys(told, 0)
         for partition, claim in self.claims.items():
-            if claim.owner not in told or claim.state != "owned":
+            if self.policy.overlap and claim.state in {"preparing", "moving"} and claim.next in told:
+                told[claim.next].incoming |= {partition}
+            if claim.state == "preparing" and claim.next in told:
+                due[claim.next] = max(due[claim.next], claim.awaits)
+            if claim.owner not in told or claim.incarnation != told[claim.owner].incarnation:
                 continue
-            if claim.incarnation == self.members[claim.owner].seen_incarnation:
-                told[claim.owner][partition] = claim.fence_token
-        for worker, fences in told.items():
+            if claim.state == "moving":
+                due[claim.owner] = max(due[claim.owner], claim.awaits)
+            else:
+                told[claim.owner].fences[partition] = claim.fence_token
+        for worker, now in told.items():
             before = self.assignments.setdefault(worker, AssignmentModel())
-            incarnation = self.members[worker].seen_incarnation
-            if (before.incarnation, before.fences) != (incarnation, fences):
-                self.assignments[worker] = AssignmentModel(before.version + 1, incarnation, fences)
+            now.version = before.version
+            if now != before or before.version < due[worker]:
+                now.version += 1
+                self.assignments[worker] = now
+
+    def _present(self) -> dict[str, Process]:
+        return {worker: process for worker, process in self.members.items() if process.state != "away"}
 
     # ── what must never happen ────────────────────────────────────────────────────────────────────────────────
 
@@ -227,35 +300,76 @@ class FleetModel:
                     self._check_give(view, command)
                 case BeginMove():
                     self._check_begin(view, command)
+                case Release():
+                    self._check_release(view, command)
+                case Keep():
+                    claim = view.claims[command.partition]
+                    assert claim.state == "preparing", f"is not on its way: {command}"
+                    assert claim.owner in view.members, f"nobody there to keep it: {command}"
                 case Free():
                     self._check_nobody_else_handles(command.partition, None)
-                    assert command.partition not in view.partitions, f"still wanted: {command}"
+                    assert command.partition not in self.wanted(), f"still wanted: {command}"
+        self._check_budget(view, decision)
 
     def _check_give(self, view: FleetView, give: Give) -> None:
-        assert give.partition in view.partitions, f"not wanted: {give}"
+        assert give.partition in self.wanted(), f"not wanted: {give}"
         assert give.owner in view.members, f"not a member: {give}"
         claim = view.claims.get(give.partition)
         if claim is None or claim.state == "free":
-            assert view.members[give.owner].state == "active", f"takes nothing new: {give}"
+            self._check_takes(give.owner, give)
             return
         if claim.owner not in view.members:
             unheard_of = claim.owner not in view.left | self.seen
             early = self.now_s < self.grace_ends_s and unheard_of
             assert not early, f"counted as gone too early: {give}"
         elif claim.owner != give.owner:
-            assert claim.state == "moving", f"taken from a member without a move: {give}"
+            assert claim.state == "moving", f"taken from a member that was not told to let go: {give}"
+        else:
+            restarted = claim.incarnation < view.members[claim.owner].incarnation
+            assert claim.state == "moving" or restarted, f"an owner that never stopped is interrupted: {give}"
         self._check_nobody_else_handles(give.partition, give.owner)
 
     def _check_begin(self, view: FleetView, begin: BeginMove) -> None:
         claim = view.claims[begin.partition]
-        assert claim.state == "owned", f"does not own it: {begin}"
         assert claim.owner in view.members, f"nobody there to let go: {begin}"
         if begin.next:
-            assert begin.partition in view.partitions, f"not wanted: {begin}"
+            assert claim.state == "owned", f"does not own it: {begin}"
+            assert view.members[claim.owner].state != "away", f"cannot let go: {begin}"
+            assert begin.partition in self.wanted(), f"not wanted: {begin}"
             assert begin.next != claim.owner, f"moves nowhere: {begin}"
-            assert view.members[begin.next].state == "active", f"takes nothing new: {begin}"
+            self._check_takes(begin.next, begin)
+            assert self.members[begin.next].pulls, f"does not pull: {begin}"
+            held = self.orders.hold_moves and view.members[claim.owner].state == "active"
+            assert not held or claim.owner in self.orders.drained, f"moves are paused: {begin}"
         else:
-            assert begin.partition not in view.partitions, f"still wanted: {begin}"
+            assert claim.state in {"owned", "preparing"}, f"was told already: {begin}"
+            assert begin.partition not in self.wanted(), f"still wanted: {begin}"
+
+    def _check_release(self, view: FleetView, release: Release) -> None:
+        """The gate of a move: whoever lets go knows that the next one is there."""
+        claim = view.claims[release.partition]
+        assert claim.state == "preparing", f"nobody got ready for it: {release}"
+        self._check_takes(claim.next, release)
+        heir = self.members[claim.next]
+        assert heir.pulls, f"{claim.next} does not pull: {release}"
+        assert release.partition in heir.carries, f"{claim.next} does not carry it: {release}"
+
+    def _check_takes(self, worker: str, command: Command) -> None:
+        takes = self.members[worker].state == "active" and worker not in self.orders.drained
+        assert takes, f"takes nothing new: {command}"
+
+    def _check_budget(self, view: FleetView, decision: Decision) -> None:
+        begun = sum(isinstance(c, BeginMove) and bool(c.next) for c in decision.commands)
+        on_their_way = begun + sum(c.state in {"preparing", "moving"} for c in view.claims.values())
+        assert not begun or on_their_way <= self.policy.moves_at_once, f"{on_their_way} move at once: {decision}"
+
+    def _check_handlers(self) -> None:
+        """After every step: who may be handling a partition is the owner that its claim names."""
+        for worker, process in self.members.items():
+            for partition in process.handles:
+                claim = self.claims[partition]
+                named = (claim.owner, claim.incarnation) == (worker, process.incarnation)
+                assert named, f"{worker} handles {partition} against its claim: {claim}"
 
     def _check_nobody_else_handles(self, partition: str, owner: str | None) -> None:
         """OneOwner, against what the processes do."""
@@ -263,6 +377,10 @@ class FleetModel:
         assert not others, f"{partition} is given to {owner or 'nobody'} while {others} may be handling it"
 
     # ── questions ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wanted(self) -> list[str]:
+        """The partitions that somebody is to handle."""
+        return [p for p in self.partitions if p not in self.orders.paused]
 
     def owners(self) -> dict[str, list[str]]:
         """The partitions of each owner; those that nobody owns under an empty name."""

@@ -4,6 +4,7 @@
     partitions p0..p7             what is wanted at the beginning
     settled worker-0..worker-1    these have shared it long ago; otherwise the fleet begins empty
     prompt                        workers let go as soon as they are told to, without an `applied`
+    lazy                          workers get ready for nothing without an `applied` or `ready`
 
     at 5.0  join worker-2         an event and its time in seconds
             -> 5.0 [scaling] …    what follows from it, until the next event
@@ -18,6 +19,12 @@ one. Events:
     away W…, rejoin W…                stopped, to be back under the same id; a new process has the id
     drain W…                          wants to give everything away
     applied W… [busy P…]              put its assignment in force; the handlers of P… still run
+    ready W…                          its consumer carries what it was told of, and what it is to get
+    deaf W…, slow W…, well W…         its consumer does not work; takes up nothing new; works again
+    place P… W, unplace P…            operators want these there; wherever the strategy wants them
+    drained W…, undrain W…            operators want these to own nothing; want that no more
+    pause P…, resume P…               operators want nobody to handle these; want them handled again
+    hold, unhold                      operators want no moves between live workers; allow them again
     partitions P…, loads P=X…         the source now names these; partitions have these loads
     refuse P…, accept P…              claims of these cannot be written; can be written again
     vacate, elect                     there is no rebalancer any more; a new one begins from the records alone
@@ -30,6 +37,7 @@ one. Events:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +45,7 @@ from pathlib import Path
 
 from tests.scenarios.fleet_model import FleetModel
 
-from parti.core.fleet_view import BeginMove, Command, Free, Give, Policy
+from parti.core.fleet_view import BeginMove, Command, Free, Give, Keep, Policy, Release
 from parti.strategies import natural_order, strategy_named
 
 _RANGE = re.compile(r"(.*?)(\d+)\.\.(?:\1)?(\d+)")
@@ -70,6 +78,7 @@ class Scenario:
     """Lines before the first event, as they are."""
     events: list[Event] = field(default_factory=list)
     prompt: bool = False
+    lazy: bool = False
     strategy: str = "sticky"
     partitions: list[str] = field(default_factory=list)
     settled: list[str] = field(default_factory=list)
@@ -124,6 +133,8 @@ def _read_setting(scenario: Scenario, text: str) -> None:
     match keyword:
         case "prompt":
             scenario.prompt = True
+        case "lazy":
+            scenario.lazy = True
         case "strategy":
             scenario.strategy = rest
         case "partitions":
@@ -132,9 +143,9 @@ def _read_setting(scenario: Scenario, text: str) -> None:
             scenario.settled = expand(rest.split())
         case "policy":
             changes = dict(word.split("=") for word in rest.split())
-            scenario.policy = replace(scenario.policy, **{k: float(v) for k, v in changes.items()})
+            scenario.policy = replace(scenario.policy, **{k: json.loads(v) for k, v in changes.items()})
         case _:
-            raise ValueError("expected strategy, partitions, settled, prompt, policy or at")
+            raise ValueError("expected strategy, partitions, settled, prompt, lazy, policy or at")
 
 
 def expand(words: Iterable[str]) -> list[str]:
@@ -178,6 +189,10 @@ def describe(commands: Iterable[Command], claims: Callable[[str], str]) -> list[
                 phrase = f"take {{}} from {claims(partition)}: {reason}"
             case BeginMove(partition, next_owner, reason):
                 phrase = f"move {{}} from {claims(partition)} to {next_owner}: {reason}"
+            case Release(partition, reason):
+                phrase = f"release {{}} from {claims(partition)}: {reason}"
+            case Keep(partition, reason):
+                phrase = f"keep {{}} on {claims(partition)}: {reason}"
             case Free(partition, reason):
                 phrase = f"free {{}}: {reason}"
         groups.setdefault(phrase, []).append(partition)
@@ -249,10 +264,11 @@ class Run:
                 self._said = said
                 lines.append(f"{at} {said}")
             self._wake_at_s = decision.wake_at_s
-            if prompt:
-                for worker, process in self.fleet.members.items():
-                    if process.state != "away":
-                        self.fleet.apply(worker)
+            for worker, process in self.fleet.members.items():
+                if process.state != "away" and prompt:
+                    self.fleet.apply(worker)
+                elif process.state != "away" and not self._scenario.lazy:
+                    self.fleet.get_ready(worker)
             if not decision.commands:
                 return lines
         raise AssertionError(f"the planner does not come to rest: {lines[-6:]}")
@@ -287,6 +303,15 @@ def _misread(fleet: FleetModel, worker: str, *, stale: bool) -> None:
     process.stale_incarnation = process.incarnation - 1 if stale else 0
 
 
+def _place(fleet: FleetModel, partitions: Sequence[str], worker: str = "") -> None:
+    others = {p: w for p, w in fleet.orders.placed.items() if p not in partitions}
+    fleet.order(placed=others | (dict.fromkeys(partitions, worker) if worker else {}))
+
+
+def _without(names: Sequence[str], gone: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in set(gone))
+
+
 _OF_WORKERS: dict[str, Callable[[FleetModel, str, dict[str, str]], None]] = {
     "join": lambda fleet, worker, options: fleet.join(
         worker, capacity=int(options.get("capacity", 500)), weight=float(options.get("weight", 1))
@@ -296,6 +321,10 @@ _OF_WORKERS: dict[str, Callable[[FleetModel, str, dict[str, str]], None]] = {
     "lose": lambda fleet, worker, options: fleet.lose(worker),
     "away": lambda fleet, worker, options: fleet.away(worker),
     "drain": lambda fleet, worker, options: fleet.drain(worker),
+    "ready": lambda fleet, worker, options: fleet.get_ready(worker),
+    "deaf": lambda fleet, worker, options: fleet.pull(worker, pulls=False),
+    "slow": lambda fleet, worker, options: fleet.pull(worker, slow=True),
+    "well": lambda fleet, worker, options: fleet.pull(worker),
     "stale": lambda fleet, worker, options: _misread(fleet, worker, stale=True),
     "fresh": lambda fleet, worker, options: _misread(fleet, worker, stale=False),
 }
@@ -306,5 +335,13 @@ _OF_THE_REST: dict[str, Callable[[FleetModel, list[str], dict[str, str]], object
     "accept": lambda fleet, names, options: fleet.refused.difference_update(names),
     "vacate": lambda fleet, names, options: setattr(fleet, "planner", None),
     "elect": lambda fleet, names, options: fleet.elect(),
+    "place": lambda fleet, names, options: _place(fleet, names[:-1], names[-1]),
+    "unplace": lambda fleet, names, options: _place(fleet, names),
+    "drained": lambda fleet, names, options: fleet.order(drained=(*fleet.orders.drained, *names)),
+    "undrain": lambda fleet, names, options: fleet.order(drained=_without(fleet.orders.drained, names)),
+    "pause": lambda fleet, names, options: fleet.order(paused=(*fleet.orders.paused, *names)),
+    "resume": lambda fleet, names, options: fleet.order(paused=_without(fleet.orders.paused, names)),
+    "hold": lambda fleet, names, options: fleet.order(hold_moves=True),
+    "unhold": lambda fleet, names, options: fleet.order(hold_moves=False),
     "tick": lambda fleet, names, options: None,
 }

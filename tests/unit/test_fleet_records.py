@@ -19,6 +19,7 @@ from parti.model.fleet import (
     HealthRecord,
     LeaderRecord,
     MemberRecord,
+    Orders,
     decode,
     encode,
     key_of,
@@ -35,9 +36,16 @@ CLAIM = Claim(
     state="moving",
     position=4711,
     next="worker-6",
-    release_version=12,
+    awaits=12,
     term=1_700_000_000_000_001,
     reason="balance",
+)
+ASSIGNMENT = Assignment(
+    version=3,
+    term=9,
+    incarnation=7,
+    partitions={"dc.e7.2": Grant(11, 4711), "ü": Grant(12, 0, careful_to=90, suspect=80, deaths=2)},
+    incoming={"dc.e7.3": 4000},
 )
 RECORDS: list[msgspec.Struct] = [
     CLAIM,
@@ -58,11 +66,20 @@ RECORDS: list[msgspec.Struct] = [
         ttl_seconds=5.0,
     ),
     HealthRecord(
-        incarnation=7, applied=3, busy=("p1", "p*ü"), state="stable", pulling=True, problems=("no stream",), at=AT
+        incarnation=7,
+        applied=3,
+        busy=("p1", "p*ü"),
+        ready=4,
+        state="stable",
+        pulling=True,
+        problems=("no stream",),
+        at=AT,
     ),
     LeaderRecord(holder="worker-0", token="t", term=9, state="stable", reason="", since=AT, ttl_seconds=5.0),
-    Assignment(version=3, term=9, incarnation=7, partitions={"dc.e7.2": Grant(11, 4711), "ü": Grant(12, 0)}),
+    ASSIGNMENT,
     Assignment(version=1, term=9, incarnation=7),
+    Orders(placed={"dc.e7.2": "worker-1"}, drained=("worker-2",), paused=("ü",), hold_moves=True),
+    Orders(),
 ]
 
 
@@ -89,7 +106,7 @@ def test_a_claim_has_the_promised_names() -> None:
         "state": "moving",
         "position": 4711,
     }
-    assert {"next", "releaseVersion", "term", "reason", "incarnation"} <= fields.keys()
+    assert {"next", "awaits", "term", "reason", "incarnation"} <= fields.keys()
 
 
 def test_large_epochs_survive() -> None:
@@ -97,8 +114,24 @@ def test_large_epochs_survive() -> None:
     assert json.loads(encode(CLAIM))["incarnation"] == CLAIM.incarnation < 2**53
 
 
-def test_a_grant_takes_two_numbers() -> None:
-    assert json.loads(encode(RECORDS[5]))["partitions"]["dc.e7.2"] == [11, 4711]
+def test_a_grant_is_numbers_without_names() -> None:
+    assert json.loads(encode(ASSIGNMENT))["partitions"]["dc.e7.2"] == [11, 4711, 0, 0, 0]
+
+
+def test_a_grant_of_an_older_version_is_read() -> None:
+    assert decode(b"[11,4711]", Grant) == Grant(11, 4711)
+
+
+@pytest.mark.parametrize("state", ["owned", "preparing", "moving", "free"])
+def test_a_claim_is_in_one_of_four_states(state: str) -> None:
+    data = json.dumps({**json.loads(encode(CLAIM)), "state": state}).encode()
+    assert decode(data, Claim).state == state
+
+
+def test_orders_say_nothing_by_default() -> None:
+    """Whoever finds no record of orders acts as if it were empty."""
+    assert encode(Orders()) == b"{}"
+    assert decode(b"{}", Orders) == Orders()
 
 
 def test_a_field_of_a_newer_version_is_ignored() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -23,7 +24,7 @@ def member(state: MemberState = "active", capacity: int = 500) -> MemberView:
     return MemberView(INCARNATION, state, capacity)
 
 
-def claim(owner: str, state: ClaimState = "owned", next: str = "", release_version: int = 0) -> Claim:
+def claim(owner: str, state: ClaimState = "owned", next: str = "", awaits: int = 0) -> Claim:
     return Claim(
         owner=owner,
         incarnation=INCARNATION,
@@ -31,7 +32,7 @@ def claim(owner: str, state: ClaimState = "owned", next: str = "", release_versi
         ttl_seconds=5,
         state=state,
         next=next,
-        release_version=release_version,
+        awaits=awaits,
         term=1,
         reason="balance",
     )
@@ -135,18 +136,20 @@ def test_a_draining_worker_gives_all_away_before_any_window_ends() -> None:
     assert {(move.reason, move.after_s) for move in outlook.moves} == {("b is draining", 0.0)}
 
 
-def test_a_move_that_is_under_way_is_told_apart() -> None:
+@pytest.mark.parametrize("state", ["preparing", "moving"])
+def test_a_move_that_is_under_way_is_told_apart(state: ClaimState) -> None:
     fleet = fleet_of({"a": 4, "b": 2})
-    claims = {**fleet.claims, "p3": claim("a", "moving", "b", release_version=12)}
+    claims = {**fleet.claims, "p3": claim("a", state, "b", awaits=12)}
     outlook = what_if(Fleet(fleet.members, claims))
     assert [(m.partition, m.source, m.target, m.kind) for m in outlook.moves] == [("p3", "a", "b", "begun")]
     assert outlook.minimum == 0
     assert outlook.after == {"a": 3, "b": 3}
 
 
-def test_a_move_whose_taker_leaves_is_called_off() -> None:
+@pytest.mark.parametrize("state", ["preparing", "moving"])
+def test_a_move_whose_taker_leaves_is_called_off(state: ClaimState) -> None:
     fleet = fleet_of({"a": 4, "b": 2})
-    claims = {**fleet.claims, "p3": claim("a", "moving", "c", release_version=12)}
+    claims = {**fleet.claims, "p3": claim("a", state, "c", awaits=12)}
     outlook = what_if(Fleet({**fleet.members, "c": member()}, claims), leaves=("c",))
     owners = Counter(move.target for move in outlook.moves)
     assert "c" not in owners
@@ -155,7 +158,7 @@ def test_a_move_whose_taker_leaves_is_called_off() -> None:
 
 def test_partitions_that_are_no_longer_wanted_do_not_count() -> None:
     fleet = fleet_of({"a": 2, "b": 2})
-    claims = {**fleet.claims, "old": claim("", "free"), "going": claim("a", "moving", "", release_version=3)}
+    claims = {**fleet.claims, "old": claim("", "free"), "going": claim("a", "moving", "", awaits=3)}
     outlook = what_if(Fleet(fleet.members, claims))
     assert outlook.partitions == 4
     assert outlook.moves == ()
@@ -172,6 +175,15 @@ def test_a_cold_start_waits_for_its_window() -> None:
     outlook = what_if(Fleet({}, fleet_of({"a": 3}).claims, settled=False), joins={"x": member(), "y": member()})
     assert outlook.count("given") == 3
     assert {move.after_s for move in outlook.moves} == {1.0}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_limit_on_moves_at_once_changes_nothing_but_the_time(overlap: bool) -> None:
+    policy = replace(POLICY, moves_at_once=2, overlap=overlap)
+    outlook = foresee(fleet_of({"a": 300}), Change({"b": member()}), Sticky(), policy)
+    assert outlook.count("moved") == outlook.minimum == 150
+    assert outlook.after == {"a": 150, "b": 150}
+    assert outlook.state is FleetState.STABLE
 
 
 def test_a_strategy_that_moves_more_than_needed_is_shown_as_such() -> None:

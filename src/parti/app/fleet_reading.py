@@ -15,7 +15,8 @@ from parti.core.lease import NEVER_S
 from parti.errors import LeaseLost
 from parti.jetstream.kv import Bucket, Entry
 from parti.model.partition import Partition
-from parti.worker.reader import Granted, Reader, ReaderPorts
+from parti.worker.reader import Reader, ReaderPorts
+from parti.worker.starts import Granted
 
 _log = structlog.get_logger("parti.worker")
 
@@ -65,7 +66,8 @@ class FleetReading:
         self._on_worker_id(seat.worker_id)
         store = LeasedStore(plane.bucket, seat)
         if self.reader:
-            if self.reader.worker_id == seat.worker_id and await self.reader.continues(store):
+            same = self.reader.worker_id == seat.worker_id
+            if same and await self.reader.continues(store, seat.incarnation, lambda: seat.lease.held):
                 # At once: after a reset this is all that is known of these partitions.
                 await self.reader.store_progress()
                 return
@@ -73,7 +75,14 @@ class FleetReading:
             await self.reader.stop(store=False)
             self.finished_before += self.reader.finished
         settings = self._settings.model_copy(update={"worker_id": seat.worker_id})
-        self.reader = Reader(self._ports, settings, store, each_subject=False)
+        self.reader = Reader(
+            self._ports,
+            settings,
+            store,
+            each_subject=False,
+            incarnation=seat.incarnation,
+            entitled=lambda: seat.lease.held,
+        )
         self.reader.permit(NEVER_S)
 
     async def update_worker_consumer(self, worker_id: str, partitions: Sequence[Partition]) -> None:
@@ -84,6 +93,10 @@ class FleetReading:
             await self.reader.update(partitions, self._granted())
         else:
             await self.reader.start(partitions, self._granted())
+
+    def let_go(self, keep: Sequence[Partition], told: Callable[[], None]) -> bool:
+        """Start nothing more in partitions that are not among these."""
+        return self.reader is not None and self.reader.let_go(keep, self._granted(), told)
 
     def permit(self, until_s: float) -> None:
         """Handlers may be started until then."""
@@ -106,4 +119,5 @@ class FleetReading:
 
 def granted_by(manager: Manager) -> Granted:
     """What the newest assignment grants."""
-    return Granted(manager.grants, manager.grants_stream)
+    offered = manager.offered
+    return Granted(offered.partitions, offered.stream_created, offered.incoming) if offered else Granted()

@@ -16,6 +16,7 @@ from parti.coordination.manager import Manager
 from parti.coordination.records import Records
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
 from parti.core.fleet_view import FleetState
+from parti.core.retention import retention_named
 from parti.errors import ConfigError, NotFound, PermissionDenied, ServerTooOld, StreamNotFound, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection, ConnectionState
@@ -175,11 +176,6 @@ class Worker:
 
     async def _join(self, ports: ReaderPorts, service: str) -> None:
         job = self._job
-        if ports.stream.retention != "limits":
-            raise ConfigError(
-                f"stream {job.stream!r} has {ports.stream.retention} retention: a fleet cannot move its partitions "
-                f"safely yet; start a single worker with --solo (fleet=false), or use limits retention"
-            )
         assert job.source
         self._fleet = FleetReading(ports, self.settings, lambda: granted_by(manager), self.on_worker_id)
         parts = FleetParts(
@@ -187,6 +183,7 @@ class Worker:
             ports.api,
             self.settings,
             job.stream,
+            retention_named(ports.stream.retention),
             job.template,
             job.source,
             job.strategy,

@@ -87,11 +87,15 @@ class Candidacy:
             min_rebalance_interval_s=s.min_rebalance_interval_s,
             takeover_grace_s=s.lease_ttl_s if after_outage else s.lease_ttl_s / 3 + 0.5,
             hysteresis=s.hysteresis,
+            overlap=parts.retention.overlap,
+            ready_within_s=s.ready_within_s,
+            moves_at_once=s.moves_at_once,
         )
         context = SourceContext(parts.api, self._plane.bucket, parts.stream, parts.template)
         return RebalancerParts(
             self._plane,
             parts.stream,
+            parts.retention,
             parts.template,
             SourceReader(parts.source, context),
             parts.strategy,

@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from parti.coordination.election import Office
+from parti.coordination.takeover import Estate
 from parti.errors import WrongRevision
 from parti.jetstream.kv import Bucket, Entry, Write
 from parti.model.fleet import Claim, decode, encode, key_of, name_of
@@ -70,18 +71,19 @@ class ClaimStore:
         self._fence += 1
         return self._fence
 
-    def given(
-        self, partition: str, owner: str, incarnation: int, *, position: int, stream_created: str, reason: str
-    ) -> Claim:
-        """The claim that makes somebody the owner."""
+    def given(self, owner: str, incarnation: int, estate: Estate, *, reason: str) -> Claim:
+        """The claim that makes somebody the owner of what the last one left behind."""
         return Claim(
             owner=owner,
             incarnation=incarnation,
             fence_token=self.next_fence(),
             claimed_at=datetime.now(UTC),
             ttl_seconds=self._ttl_s,
-            position=position,
-            stream_created=stream_created,
+            position=estate.position,
+            stream_created=estate.stream_created,
+            careful_to=estate.careful_to,
+            suspect=estate.suspect,
+            deaths=estate.deaths,
             term=self._office.term,
             reason=reason,
         )
@@ -111,8 +113,8 @@ class ClaimStore:
         found = self.claims.get(partition)
         if found and found.owner and found.state != "free":
             return found.owner == worker_id
-        position, created = (found.position, found.stream_created) if found else (0, "")
-        claim = self.given(partition, worker_id, 0, position=position, stream_created=created, reason="claimed")
+        estate = Estate(found.position, found.stream_created) if found else Estate(0, "")
+        claim = self.given(worker_id, 0, estate, reason="claimed")
         try:
             await self.write({partition: claim})
         except WrongRevision:

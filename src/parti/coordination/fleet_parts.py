@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from parti.config import Settings
 from parti.coordination.sources import PartitionSource
 from parti.core.lease import NEVER_S
+from parti.core.retention import Retention
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.model.partition import Template
@@ -24,6 +25,7 @@ class FleetParts:
     api: JetStreamApi
     settings: Settings
     stream: str
+    retention: Retention
     template: Template
     source: PartitionSource
     strategy: Strategy

@@ -15,7 +15,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -40,7 +40,6 @@ from parti.jetstream.watch import Watch
 from parti.model.fleet import (
     Assignment,
     FleetRecord,
-    Grant,
     HealthRecord,
     LeaderRecord,
     decode,
@@ -52,6 +51,8 @@ from parti.version import __version__
 
 _log = structlog.get_logger("parti.manager")
 _RETRY_S = 0.5
+_BUSY_S = 0.2
+"""How soon positions that could not be stored are tried again, with partitions to give away."""
 
 
 class ReadingSide(WorkerConsumerUpdater, Protocol):
@@ -62,6 +63,14 @@ class ReadingSide(WorkerConsumerUpdater, Protocol):
 
     def permit(self, until_s: float) -> None:
         """Handlers may be started until this moment of the monotonic clock; `-inf`: not at all."""
+
+    def let_go(self, keep: Sequence[Partition], told: Callable[[], None]) -> bool:
+        """Start nothing more in partitions that are not among `keep`, and begin at once with new ones that are ready.
+
+        Returns whether that is all it takes for others to get them, once `settle` names them no longer; otherwise the
+        consumer has to be updated first. `told` is called when a handler that still ran has ended.
+        """
+        ...
 
     async def settle(self) -> Sequence[str]:
         """Store the positions; returns the partitions that were let go and whose handler still runs."""
@@ -94,6 +103,8 @@ class Manager:
         self._busy: tuple[str, ...] = ()
         self._settled_version = 0
         """Of the assignment: what it took away has been let go, but for the busy ones; positions are stored."""
+        self._ready_version = 0
+        """Of the assignment: all of its partitions, incoming ones included, are being read."""
         self._memory = Memory()
         self._health_revision = 0
         self._news = asyncio.Event()
@@ -121,14 +132,9 @@ class Manager:
         return self._partitions
 
     @property
-    def grants(self) -> Mapping[str, Grant]:
-        """Fence token and position of each partition of the newest assignment."""
-        return self._offered.partitions if self._offered else {}
-
-    @property
-    def grants_stream(self) -> str:
-        """Creation time of the stream that the positions of the grants are in."""
-        return self._offered.stream_created if self._offered else ""
+    def offered(self) -> Assignment | None:
+        """The newest assignment."""
+        return self._offered
 
     @property
     def leads(self) -> bool:
@@ -200,7 +206,7 @@ class Manager:
         seat = await ids.take(applicant, self._profile(), floor=self._memory.floor)
         self._memory.knows(seat.incarnation)
         self._plane, self._seat = plane, seat
-        self._settled_version = 0
+        self._settled_version = self._ready_version = 0
         self._last_id = seat.worker_id
         self._offered = None
         self._health_revision = 0
@@ -393,6 +399,7 @@ class Manager:
             incarnation=seat.incarnation,
             applied=self._settled_version,
             busy=self._busy,
+            ready=self._ready_version,
             state=self.state.value,
             problems=tuple(self._parts.health.reasons.values())[:5],
             at=datetime.now(UTC),
@@ -421,15 +428,16 @@ class Manager:
         while True:
             self._news.clear()
             offered = self._offered
-            if self._stopping or offered is None or self._is_applied(offered):
-                if self._busy:
-                    await self._settle(seat)
-                    await asyncio.sleep(0.05)
-                else:
-                    await self._news.wait()
+            if not self._stopping and offered is not None and not self._is_applied(offered):
+                await self._apply(seat, offered)
                 continue
-            if await self._apply(seat, offered):
-                await self._settle(seat)
+            if self._busy:
+                await self._settle(self._settled_version)
+            try:
+                async with asyncio.timeout(_BUSY_S if self._busy else None):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
 
     def _is_applied(self, offered: Assignment) -> bool:
         applied = self._applied
@@ -438,12 +446,16 @@ class Manager:
             offered.version,
         )
 
-    async def _apply(self, seat: Seat, offered: Assignment) -> bool:
+    async def _apply(self, seat: Seat, offered: Assignment) -> None:
         """Take over an assignment: first the application's hooks, then the reading side."""
         metrics = self._parts.metrics
         new = tuple(sorted(self._parts.template.partitions(offered.partitions), key=lambda p: p.id))
         old = self._partitions
-        await call_hooks(self._hooks.on_assignment_changed, (old, new), worker_id=seat.worker_id, metrics=metrics)
+        if new != old or self._applied is None:
+            hooks = self._hooks.on_assignment_changed
+            await call_hooks(hooks, (old, new), worker_id=seat.worker_id, metrics=metrics)
+        if self._reading.let_go(new, self._news.set):
+            await self._settle(offered.version)
         try:
             await self._reading.update_worker_consumer(seat.worker_id, new)
         except Exception as error:
@@ -451,7 +463,7 @@ class Manager:
             _log.error("the assignment could not be applied; the last one stays", error=str(error) or repr(error))
             await call_hooks(self._hooks.on_error, (error,), worker_id=seat.worker_id, metrics=metrics)
             await asyncio.sleep(_RETRY_S)
-            return False
+            return
         self._partitions = new
         self._applied = offered
         metrics.assignment_changes.inc()
@@ -462,16 +474,17 @@ class Manager:
             partitions=len(new),
             gained=gained,
             lost=lost,
+            incoming=len(offered.incoming),
             version=offered.version,
             term=offered.term,
         )
         self._renewed()
         self._ready.set()
-        return True
+        self._ready_version = offered.version
+        await self._settle(offered.version)
 
-    async def _settle(self, seat: Seat) -> None:
+    async def _settle(self, version: int) -> None:
         """Store positions, and say with the next heartbeat what has been let go."""
-        version = self._applied.version if self._applied else 0
         self._busy = tuple(await self._reading.settle())
         self._settled_version = version
         self._follow_leader()

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import structlog
 
 from parti.config import Settings
+from parti.coordination.assignments import Assignments
 from parti.coordination.claims import ClaimStore
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Office
 from parti.coordination.lease import clock
 from parti.coordination.membership import Membership
 from parti.coordination.sources import SourceReader
-from parti.core.fleet_view import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Policy
+from parti.coordination.takeover import Estates, Takeovers
+from parti.core.consumer_config import consumer_name
+from parti.core.fleet_view import (
+    BeginMove,
+    Command,
+    Decision,
+    FleetState,
+    FleetView,
+    Free,
+    Give,
+    Keep,
+    Policy,
+)
 from parti.core.planner import Planner
-from parti.core.progress import Progress, decode_progress
-from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
-from parti.jetstream.api import StreamInfo
+from parti.core.retention import Retention
+from parti.errors import ControlPlaneReset, LeaseLost, NotFound, PartiError, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, MAX_BATCH, Entry, Write
 from parti.jetstream.system_events import SystemEvents
 from parti.jetstream.watch import Watch
-from parti.model.fleet import Assignment, Claim, FleetRecord, Grant, HealthRecord, decode, encode, key_of, name_of
+from parti.model.fleet import Assignment, Claim, FleetRecord, HealthRecord, Orders, decode, key_of, name_of
 from parti.model.partition import Partition, Template
 from parti.strategies.interface import Strategy
 from parti.telemetry.metrics import Metrics
@@ -49,6 +61,7 @@ class RebalancerParts:
 
     plane: ControlPlane
     stream: str
+    retention: Retention
     template: Template
     source: SourceReader
     strategy: Strategy
@@ -64,14 +77,6 @@ class RebalancerParts:
     """Whether this worker's own lease had ended a moment ago, as everybody's does when the control plane is away."""
 
 
-@dataclass(slots=True)
-class _Known:
-    """An assignment as last read or written."""
-
-    revision: int = 0
-    assignment: Assignment | None = None
-
-
 class Rebalancer:
     """Works for one holding of the office; a successor starts from the bucket alone."""
 
@@ -81,13 +86,16 @@ class Rebalancer:
         self._office = office
         self._claims = ClaimStore(parts.plane.bucket, office, ttl_s=parts.ttl_s)
         self._membership = Membership(parts.plane.bucket)
-        self._assignments: dict[str, _Known] = defaultdict(_Known)
+        self._assignments = Assignments(overlap=parts.policy.overlap)
+        self._takeovers = Takeovers(parts.plane, parts.stream, parts.template, parts.fleet)
+        self._orders = Orders()
         self._health: dict[str, HealthRecord] = {}
         self._partitions: dict[str, Partition] = {}
-        self._records: dict[str, Progress] = {}
         self._stream_created = ""
         self._said = office.record
         self._changed = asyncio.Event()
+        self._flock = False
+        """Somebody joined or left: others may follow."""
         self._suspects: dict[str, float] = {}
         self._writing: Sequence[str] = ()
         self._doubtful = False
@@ -104,7 +112,7 @@ class Rebalancer:
             self._plane.connection,
             self._plane.api,
             self._plane.bucket.name,
-            ("ids.>", "health.>"),
+            ("ids.>", "health.>", "orders"),
             self._on_entry,
         )
         refreshing = asyncio.ensure_future(self._refresh())
@@ -164,28 +172,30 @@ class Rebalancer:
                 await self._changed.wait()
         except TimeoutError:
             return
-        # Joins come in flocks: a moment's patience saves rounds.
-        await asyncio.sleep(_COALESCE_S)
+        if self._flock:
+            # Joins come in flocks: a moment's patience saves rounds. A step of a move waits for nobody.
+            self._flock = False
+            await asyncio.sleep(_COALESCE_S)
 
     # ── seeing ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_entry(self, key: str, entry: Entry) -> None:
         if key.startswith("ids."):
             if self._membership.entry(key, entry):
+                self._flock = True
                 self._changed.set()
             return
+        if key == "orders":
+            self._orders = _decoded(key, entry, Orders) or Orders()
+            self._changed.set()
+            return
         worker = name_of(key)
-        if not entry.value:
-            self._health.pop(worker, None)
+        health = _decoded(key, entry, HealthRecord)
+        before = self._health.pop(worker, None)
+        if health is None:
             return
-        try:
-            health = decode(entry.value, HealthRecord)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            _log.error("a health record is unreadable and ignored", worker=worker, error=str(error))
-            return
-        before = self._health.get(worker)
         self._health[worker] = health
-        if before is None or (before.applied, before.busy) != (health.applied, health.busy):
+        if before is None or _moves(before) != _moves(health):
             self._changed.set()
 
     async def _listen(self) -> SystemEvents | None:
@@ -235,11 +245,7 @@ class Rebalancer:
         """Read everything that a predecessor has written."""
         entries = await self._plane.read("claims.>", "assignment.>")
         self._claims.load({k: e for k, e in entries.items() if k.startswith("claims.")})
-        self._assignments.clear()
-        for key, entry in entries.items():
-            if key.startswith("assignment."):
-                known = self._assignments[name_of(key)] = _Known(entry.revision)
-                known.assignment = _assignment(entry)
+        self._assignments.load({k: e for k, e in entries.items() if k.startswith("assignment.")})
         self._stream_created = (await self._plane.api.stream_info(self._parts.stream)).created
         await self._read_source()
 
@@ -269,6 +275,7 @@ class Rebalancer:
             health=self._health,
             left=frozenset(self._membership.left),
             weights=self._parts.weights(),
+            orders=self._orders,
         )
         decision = self._planner.step(view)
         if self._office.describe(decision, self._parts.strategy.name, len(view.partitions)) or decision.commands:
@@ -289,7 +296,7 @@ class Rebalancer:
         True when one of them is there after all.
         """
         members, claims = self._membership.members, self._claims.claims
-        takes = [c for c in decision.commands if not isinstance(c, BeginMove) and c.partition in claims]
+        takes = [c for c in decision.commands if isinstance(c, Give | Free) and c.partition in claims]
         missing = {claims[c.partition].owner for c in takes} - members.keys() - {""}
         keys = [key_of("ids", worker) for worker in missing]
         entries = await asyncio.gather(*(self._plane.bucket.get(key) for key in keys))
@@ -297,10 +304,12 @@ class Rebalancer:
         return any(found)
 
     async def _act(self, decision: Decision) -> None:
-        positions = await self._positions(decision.commands)
+        estates = await self._estates(decision.commands)
         commands = list(decision.commands)
+        await self._bar_the_absent(commands)
         for begin in range(0, len(commands), _BATCH):
-            claims = self._claims_for(commands[begin : begin + _BATCH], positions)
+            batch = commands[begin : begin + _BATCH]
+            claims = {c.partition: claim for c in batch if (claim := self._claim_for(c, estates))}
             self._writing = tuple(claims)
             # The assignments follow from the claims: with the last of them, or, should they not fit, right after.
             await self._write(claims, last=begin + _BATCH >= len(commands))
@@ -312,50 +321,100 @@ class Rebalancer:
             self._said = self._office.record
             await self._office.write()
 
-    def _claims_for(self, commands: Sequence[Command], positions: _Positions) -> dict[str, Claim]:
-        claims: dict[str, Claim] = {}
-        members, metrics = self._membership.members, self._parts.metrics
-        for command in commands:
-            partition = command.partition
-            if isinstance(command, Give):
-                member = members.get(command.owner)
-                if member is None:
-                    continue
-                found = self._claims.claims.get(partition)
-                claims[partition] = self._claims.given(
-                    partition,
-                    command.owner,
-                    member.incarnation,
-                    position=positions.of(partition),
-                    stream_created=positions.stream_created,
-                    reason=command.reason,
+    async def _estates(self, commands: Sequence[Command]) -> Estates | None:
+        """What is known of the partitions that change hands, or are about to."""
+        changing = {
+            c.partition: self._claims.claims.get(c.partition)
+            for c in commands
+            if isinstance(c, Give | Free | BeginMove)
+        }
+        if not changing:
+            return None
+        estates = await self._takeovers.read(changing)
+        self._stream_created = estates.stream_created
+        return estates
+
+    async def _bar_the_absent(self, commands: Sequence[Command]) -> None:
+        """Where no two consumers may carry one subject, those of workers that are not there have to go first.
+
+        Their messages stay. A worker that is not there but believes it is finds its consumer gone, and may not make
+        it anew before it has got its id again.
+        """
+        if self._parts.retention.overlap:
+            return
+        members, claims = self._membership.members, self._claims.claims
+        owners = {claims[c.partition].owner for c in commands if isinstance(c, Give) and c.partition in claims}
+        for owner in owners - {""}:
+            member = members.get(owner)
+            if member is not None and member.state != "away":
+                continue
+            try:
+                await self._plane.api.delete_consumer(
+                    self._parts.stream, consumer_name(self._parts.fleet.prefix, owner)
                 )
-                moved = found is not None and found.owner not in {"", command.owner}
-                metrics.claims_given.inc("moved" if moved else "kept" if found and found.owner else "new")
-            elif isinstance(command, BeginMove):
-                owner = self._claims.claims[partition].owner
-                claims[partition] = self._claims.changed(
-                    partition,
-                    state="moving",
-                    next=command.next,
-                    reason=command.reason,
-                    release_version=self._next_version(owner),
-                )
-            else:
-                claims[partition] = self._claims.changed(
-                    partition,
-                    owner="",
-                    next="",
-                    state="free",
-                    position=positions.of(partition),
-                    stream_created=positions.stream_created,
-                    reason=command.reason,
-                )
-        return claims
+                _log.info("removed the consumer of a worker that is not there", worker=owner)
+            except NotFound:
+                pass
+
+    def _claim_for(self, command: Command, estates: Estates | None) -> Claim | None:
+        """The claim that carries a command out; None when whoever was to get it has gone in the meantime."""
+        partition = command.partition
+        if isinstance(command, Give):
+            assert estates
+            return self._given(command, estates)
+        claim = self._claims.claims[partition]
+        if isinstance(command, BeginMove):
+            assert estates
+            prepares = bool(command.next) and self._parts.policy.overlap
+            return self._claims.changed(
+                partition,
+                state="preparing" if prepares else "moving",
+                next=command.next,
+                reason=command.reason,
+                awaits=self._next_version(command.next if prepares else claim.owner),
+                position=estates.position(partition),
+                stream_created=estates.stream_created,
+            )
+        if isinstance(command, Free):
+            assert estates
+            return self._claims.changed(
+                partition,
+                owner="",
+                next="",
+                state="free",
+                awaits=0,
+                position=estates.position(partition),
+                stream_created=estates.stream_created,
+                reason=command.reason,
+            )
+        if isinstance(command, Keep):
+            _log.warning("a move was called off", partition=partition, next=claim.next, reason=command.reason)
+            return self._claims.changed(partition, state="owned", next="", awaits=0)
+        return self._claims.changed(partition, state="moving", awaits=self._next_version(claim.owner))
+
+    def _given(self, give: Give, estates: Estates) -> Claim | None:
+        partition, members = give.partition, self._membership.members
+        if give.owner not in members:
+            return None
+        found = self._claims.claims.get(partition)
+        owner = members.get(found.owner) if found else None
+        planned = bool(found and owner and found.state == "moving" and owner.incarnation == found.incarnation)
+        moved = found is not None and found.owner not in {"", give.owner}
+        self._parts.metrics.claims_given.inc("moved" if moved else "kept" if found and found.owner else "new")
+        estate = estates.of(partition, planned=planned)
+        return self._claims.given(give.owner, members[give.owner].incarnation, estate, reason=give.reason)
 
     async def _write(self, claims: Mapping[str, Claim], *, last: bool) -> None:
         """Write claims, and after the last of them the assignments that follow from all claims."""
-        changed = self._changed_assignments({**self._claims.claims, **claims}) if last else {}
+        changed: dict[str, Assignment] = {}
+        if last:
+            changed = self._assignments.changed(
+                {**self._claims.claims, **claims},
+                self._membership.members,
+                self._health,
+                term=self._office.term,
+                stream_created=self._stream_created,
+            )
         if not claims and not changed:
             return
         told = list(changed.items())
@@ -365,116 +424,26 @@ class Rebalancer:
             await self._tell({}, told[begin : begin + MAX_BATCH - 1])
 
     async def _tell(self, claims: Mapping[str, Claim], assignments: Sequence[tuple[str, Assignment]]) -> None:
-        writes = [
-            Write(key_of("assignment", worker), encode(assignment), self._assignments[worker].revision)
-            for worker, assignment in assignments
-        ]
-        revisions = await self._claims.write(claims, writes)
-        for (worker, assignment), revision in zip(assignments, revisions, strict=True):
-            self._assignments[worker] = _Known(revision, assignment)
+        revisions = await self._claims.write(claims, self._assignments.writes(assignments))
+        self._assignments.written(assignments, revisions)
 
     def _next_version(self, worker: str) -> int:
-        """Above every version that the worker has been told, also if the record of it is gone."""
-        known, health = self._assignments[worker].assignment, self._health.get(worker)
-        return max(known.version if known else 0, health.applied if health else 0) + 1
-
-    def _changed_assignments(self, claims: Mapping[str, Claim]) -> dict[str, Assignment]:
-        """The assignments that these claims make different from what was last written."""
-        members = self._membership.members
-        wanted: dict[str, dict[str, Grant]] = {w: {} for w, m in members.items() if m.state != "away"}
-        # A worker may have to let go of what it was never told of: it has to say so all the same.
-        due: dict[str, int] = defaultdict(int)
-        for partition, claim in claims.items():
-            member = members.get(claim.owner)
-            if member is None or claim.owner not in wanted or claim.incarnation != member.incarnation:
-                continue
-            if claim.state == "moving":
-                due[claim.owner] = max(due[claim.owner], claim.release_version)
-            elif claim.state == "owned":
-                position = claim.position if claim.stream_created == self._stream_created else 0
-                wanted[claim.owner][partition] = Grant(claim.fence_token, position)
-        changed = {}
-        for worker, partitions in wanted.items():
-            known = self._assignments[worker].assignment
-            incarnation = members[worker].incarnation
-            same = known and (known.incarnation, known.partitions) == (incarnation, partitions)
-            if same and known and known.version >= due[worker]:
-                continue
-            changed[worker] = Assignment(
-                version=self._next_version(worker),
-                term=self._office.term,
-                incarnation=incarnation,
-                stream_created=self._stream_created,
-                partitions=partitions,
-            )
-        return changed
-
-    # ── positions ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def _positions(self, commands: Iterable[Command]) -> _Positions:
-        """Where the partitions that change hands have got to."""
-        changing = {c.partition: self._claims.claims.get(c.partition) for c in commands if isinstance(c, Give | Free)}
-        stream = await self._plane.api.stream_info(self._parts.stream) if changing else None
-        if stream:
-            self._stream_created = stream.created
-        if None in changing.values():
-            # Never claimed, but a worker may know of them: from before a reset, or from working alone.
-            self._records |= {
-                name_of(key): record
-                for key, entry in (await self._plane.read("progress.>")).items()
-                if (record := _progress(entry))
-            }
-        owners = {claim.owner for claim in changing.values() if claim and claim.owner}
-        entries = await asyncio.gather(*(self._plane.bucket.get(key_of("progress", owner)) for owner in owners))
-        for owner, entry in zip(owners, entries, strict=True):
-            if entry and (record := _progress(entry)):
-                self._records[owner] = record
-        return _Positions(stream, self._parts, changing, self._records)
+        return self._assignments.next_version(worker, self._health.get(worker))
 
 
-class _Positions:
-    """Positions from the records of previous owners, from the claims, and for new partitions from any record."""
-
-    def __init__(
-        self,
-        stream: StreamInfo | None,
-        parts: RebalancerParts,
-        claims: Mapping[str, Claim | None],
-        records: Mapping[str, Progress],
-    ) -> None:
-        self.stream_created = stream.created if stream else ""
-        self._template = parts.template
-        self._first = parts.fleet.first_seq if parts.fleet.stream_created == self.stream_created else 1
-        self._claims = claims
-        self._records = {
-            worker: record
-            for worker, record in records.items()
-            if stream and (record.stream, record.stream_created) == (stream.name, stream.created)
-        }
-
-    def of(self, partition_id: str) -> int:
-        """The position of a partition; where the fleet began, when nobody has ever had it."""
-        claim, subject = self._claims.get(partition_id), self._template.partition(partition_id).subject
-        known = claim.position if claim and claim.stream_created == self.stream_created else self._first
-        if claim and claim.owner:
-            records = [self._records[claim.owner]] if claim.owner in self._records else []
-        else:
-            records = list(self._records.values()) if claim is None else []
-        return max([known, *(record.position(partition_id, subject) for record in records)])
+def _moves(health: HealthRecord) -> tuple[object, ...]:
+    """What a move may be waiting for."""
+    return health.incarnation, health.applied, health.ready, health.busy, health.pulling
 
 
-def _progress(entry: Entry) -> Progress | None:
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def _decoded(key: str, entry: Entry, kind: type[_T]) -> _T | None:
     if not entry.value:
         return None
     try:
-        return decode_progress(entry.value)
-    except (msgspec.ValidationError, msgspec.DecodeError):
-        return None
-
-
-def _assignment(entry: Entry) -> Assignment | None:
-    try:
-        return decode(entry.value, Assignment) if entry.value else None
+        return decode(entry.value, kind)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        _log.error("an assignment is unreadable; it will be made anew", error=str(error))
+        _log.error("a record is unreadable and ignored", key=key, error=str(error))
         return None

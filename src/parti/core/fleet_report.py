@@ -68,8 +68,8 @@ def report_fleet(
     """Put the records together."""
     live = {p: c for p, c in claims.items() if c.state != "free"}
     owned = Counter(c.owner for c in live.values() if c.state == "owned")
-    leaving = Counter(c.owner for c in live.values() if c.state == "moving")
-    coming = Counter(c.next for c in live.values() if c.state == "moving")
+    leaving = Counter(c.owner for c in live.values() if c.state in {"preparing", "moving"})
+    coming = Counter(c.next for c in live.values() if c.state in {"preparing", "moving"})
     names = natural_order(members.keys() | {c.owner for c in live.values() if c.owner})
     workers = tuple(
         WorkerReport(
@@ -87,7 +87,7 @@ def report_fleet(
         leader,
         len(live),
         tuple(natural_order(p for p, c in live.items() if c.owner not in members)),
-        tuple(natural_order(p for p, c in live.items() if c.state == "moving")),
+        tuple(natural_order(p for p, c in live.items() if c.state in {"preparing", "moving"})),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from parti.model.fleet import Claim, HealthRecord, MemberState
+from parti.model.fleet import Claim, HealthRecord, MemberState, Orders
 
 
 class FleetState(enum.StrEnum):
@@ -49,6 +49,7 @@ class FleetView:
     """Workers that are gone and said so; others that are gone are lost."""
     weights: Mapping[str, float] | None = None
     """Load of each partition, if known."""
+    orders: Orders = field(default_factory=Orders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ class Policy:
     """Imbalance that is not worth moving for, as a share of the mean number of partitions per worker."""
     retry_s: float = 1.0
     """A claim that could not be written is left alone for so long."""
+    overlap: bool = True
+    """Whether the next owner can get ready while the last one still handles; not on work-queue streams."""
+    ready_within_s: float = 5.0
+    """A next owner that is not ready by then does not get the partition."""
+    moves_at_once: int = 200
+    """Most partitions that are on their way at the same time."""
 
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,7 +89,10 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class BeginMove:
-    """Tell the owner to let go of a partition, for `next` (or for nobody, when it is no longer wanted)."""
+    """Move a partition to `next` (or to nobody, when it is no longer wanted).
+
+    `next` gets ready first, where that is possible; otherwise the owner is told to let go at once.
+    """
 
     partition: str
     next: str
@@ -97,7 +107,23 @@ class Free:
     reason: str
 
 
-Command: TypeAlias = Give | BeginMove | Free
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The next owner is ready: tell the owner to let go."""
+
+    partition: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The next owner did not get ready: the owner, who never stopped, keeps the partition."""
+
+    partition: str
+    reason: str
+
+
+Command: TypeAlias = Give | BeginMove | Release | Keep | Free
 
 
 @dataclass(frozen=True, slots=True)

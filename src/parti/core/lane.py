@@ -33,6 +33,8 @@ class Phase(enum.Enum):
     """What a lane is doing."""
 
     IDLE = "idle"
+    HELD = "held"
+    """Nothing may be started: the partition is not ours yet, or what is about to start is still being noted down."""
     READY = "ready"
     RUNNING = "running"
     BACKOFF = "backoff"
@@ -48,7 +50,9 @@ class Lane:
     __slots__ = (
         "behind",
         "behind_until",
+        "careful_to",
         "feed_from",
+        "incoming",
         "ownership",
         "parked",
         "parked_to",
@@ -57,6 +61,7 @@ class Lane:
         "started_s",
         "taken_to",
         "waiting",
+        "__weakref__",
     )
 
     def __init__(self, ownership: Ownership, position: int = 0) -> None:
@@ -73,6 +78,10 @@ class Lane:
         self.parked = False
         self.parked_to = 0
         self.feed_from = 0
+        self.incoming = False
+        """Somebody else still handles the partition."""
+        self.careful_to = 0
+        """The last owner died: up to this sequence, each message is noted down before it is started."""
 
     def offer(self, message: Message) -> Verdict:
         """Take in a delivery. Only ACCEPTED and OVERTAKEN put it into the lane."""
@@ -134,7 +143,7 @@ class Lane:
         dropped = [m for m in self.waiting if held < m.seq < position]
         if dropped:
             self.waiting = deque(m for m in self.waiting if not held < m.seq < position)
-            if not running:
+            if not running and self.phase is not Phase.HELD:
                 self.phase = Phase.READY if self.waiting else Phase.IDLE
         self.position = position
         self.feed_from = max(self.feed_from, position)
@@ -171,6 +180,8 @@ class Lane:
         """
         if self.phase is Phase.CLOSED:
             return
+        # A handler that ran all along may have got further than where the feed was to begin.
+        self.feed_from = max(self.feed_from, self.position)
         for message in messages:
             if message.seq >= self.feed_from:
                 self.feed_from = message.seq + 1

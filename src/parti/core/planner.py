@@ -7,9 +7,11 @@ could not work out from the claims, except when the windows began.
 Order of care:
   1. a partition that nobody can be handling is given away at once (only a cold start waits for others to show up);
   2. moves that have begun are brought to their end;
-  3. partitions of a worker that drains move at once;
+  3. partitions of a worker that drains, and those that an operator has placed, move at once;
   4. others move between live workers only after a window without joins and leaves, at most once in a minimum
      interval, to workers that have been there for the length of a window, and not for a small imbalance.
+
+Moves go to workers that pull, and only so many at a time.
 
 A partition that cannot be moved or given (a handler that runs for long, a claim that cannot be written) holds up no
 other.
@@ -18,11 +20,25 @@ other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from parti.core.fleet_view import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Policy
-from parti.model.fleet import Claim
+from parti.core.fleet_view import (
+    BeginMove,
+    Command,
+    Decision,
+    FleetState,
+    FleetView,
+    Free,
+    Give,
+    Keep,
+    Policy,
+    Release,
+)
+from parti.core.move import Heir, Owner, Step, next_step
+from parti.core.orders import honour, obey, placements
+from parti.model.fleet import Claim, MemberState
 from parti.strategies.interface import Slot, Strategy
 from parti.strategies.ordering import natural_order
 
@@ -48,6 +64,12 @@ class Planner:
         self._settled_shares: Mapping[str, _Share] | None = None
         """What everybody had when the strategy was asked and wanted nothing."""
         self._held_back: dict[str, float] = {}
+        self._preparing_s: dict[str, float] = {}
+        """Since when each move has been waiting for the next owner to get ready."""
+        self._late: dict[str, float] = {}
+        """Workers that did not get ready in time, and until when nothing is moved to them."""
+        self._more_to_move = False
+        """Moves of the last rebalance had to wait until fewer are on their way."""
         self._seen: set[str] = set()
         self._after_outage = after_outage
         self._somebody_stayed: bool | None = None
@@ -68,8 +90,13 @@ class Planner:
                 for claim in view.claims.values()
             )
         self._seen |= view.members.keys()
+        view = obey(view)
         self._note_members(view)
+        began_s = self._preparing_s
+        preparing = (p for p, claim in view.claims.items() if claim.state == "preparing")
+        self._preparing_s = {p: began_s.get(p, view.now_s) for p in preparing}
         self._held_back = {p: until for p, until in self._held_back.items() if until > view.now_s}
+        self._late = {w: until for w, until in self._late.items() if until > view.now_s}
         return _Step(self, view).decide()
 
     def _note_members(self, view: FleetView) -> None:
@@ -125,8 +152,7 @@ class _Step:
         self._active = frozenset(w for w, m in view.members.items() if m.state == "active")
         self._wake_at_s: list[float] = [*planner._held_back.values()]
         self._loads = Counter(c.owner for c in view.claims.values() if c.owner)
-        self._incoming = Counter(c.next for c in view.claims.values() if c.state == "moving" and c.next)
-        self._cached_target: dict[str, str] | None = None
+        self._incoming = Counter(c.next for c in view.claims.values() if c.next)
 
     def decide(self) -> Decision:
         commands: list[Command] = [*self._unwanted(), *self._returned(), *self._continue_moves()]
@@ -137,7 +163,7 @@ class _Step:
             commands += begun
             state, reason = (state, reason) if state else (rebalancing, why)
         if state in {FleetState.STABLE, FleetState.SCALING, None}:
-            moving = sum(c.state == "moving" for c in self._view.claims.values())
+            moving = self._in_transit
             if moving:
                 state, reason = FleetState.REBALANCING, f"{_count(moving)} moving"
             elif commands:
@@ -156,10 +182,13 @@ class _Step:
         for partition, claim in self._view.claims.items():
             if partition in self._wanted or claim.state == "free":
                 continue
-            if self._let_go(partition, claim):
-                yield Free(partition, "no longer wanted")
-            elif claim.state == "owned" and claim.owner in self._view.members:
-                yield BeginMove(partition, "", "no longer wanted")
+            if self._owner(partition, claim) not in {Owner.HANDLES, Owner.UNSURE}:
+                yield Free(partition, self._why_unwanted(partition))
+            elif claim.state != "moving" and claim.owner in self._view.members:
+                yield BeginMove(partition, "", self._why_unwanted(partition))
+
+    def _why_unwanted(self, partition: str) -> str:
+        return "paused" if partition in self._view.orders.paused else "no longer wanted"
 
     def _returned(self) -> Iterator[Command]:
         """Workers that are back under the same id: what they own is given to them anew."""
@@ -167,27 +196,62 @@ class _Step:
             member = self._view.members.get(claim.owner)
             if member is None or member.state == "away" or partition not in self._wanted:
                 continue
-            if claim.state == "owned" and claim.incarnation < member.incarnation:
+            if claim.state in {"owned", "preparing"} and claim.incarnation < member.incarnation:
                 yield Give(partition, claim.owner, "same id, new process")
 
-    def _let_go(self, partition: str, claim: Claim) -> bool:
-        """Whether the owner can no longer be handling the partition."""
+    def _owner(self, partition: str, claim: Claim) -> Owner:
+        """What is known of the owner."""
         member = self._view.members.get(claim.owner)
         if member is None:
-            return self._is_gone(claim.owner)
+            return Owner.GONE if self._is_gone(claim.owner) else Owner.UNSURE
         # A smaller incarnation is an old record: the process that the claim was made for is alive.
         if claim.incarnation < member.incarnation:
-            return True
+            return Owner.LET_GO
         if member.state == "away":
-            return claim.incarnation == member.incarnation
+            return Owner.AWAY if claim.incarnation == member.incarnation else Owner.HANDLES
         health = self._view.health.get(claim.owner)
-        return (
+        let_go = (
             claim.state == "moving"
             and health is not None
             and health.incarnation == claim.incarnation
-            and health.applied >= claim.release_version
+            and health.applied >= claim.awaits
             and partition not in health.busy
         )
+        return Owner.LET_GO if let_go else Owner.HANDLES
+
+    def _heir(self, partition: str, claim: Claim) -> Heir:
+        """What is known of the next owner."""
+        can_take = self._can_take(claim.next)
+        if not can_take:
+            return Heir.UNSURE if can_take is None else Heir.UNABLE
+        health = self._view.health.get(claim.next)
+        if self._pulls(claim.next) and health and health.ready >= claim.awaits:
+            return Heir.READY
+        if claim.state != "preparing":
+            return Heir.COMING
+        late_s = self._planner._preparing_s[partition] + self._policy.ready_within_s
+        self._wake_at_s.append(late_s)
+        return Heir.COMING if self._view.now_s < late_s else Heir.LATE
+
+    def _pulls(self, worker: str) -> bool:
+        """Whether a worker says that its consumer works."""
+        health = self._view.health.get(worker)
+        return health is not None and health.pulling and health.incarnation == self._view.members[worker].incarnation
+
+    def _why_not_to(self, worker: str) -> str:
+        """Why nothing is moved to a worker now; empty when it may be."""
+        if worker not in self._active:
+            return f"{worker} is away"
+        if not self._pulls(worker):
+            return f"{worker} does not pull"
+        if (until_s := self._planner._late.get(worker)) is None:
+            return ""
+        self._wake_at_s.append(until_s)
+        return f"{worker} did not get ready in time"
+
+    @cached_property
+    def _in_transit(self) -> int:
+        return sum(c.state in {"preparing", "moving"} for c in self._view.claims.values())
 
     def _is_gone(self, worker: str) -> bool:
         """Whether somebody who is not among the members can be counted as gone.
@@ -213,20 +277,35 @@ class _Step:
     def _continue_moves(self) -> list[Command]:
         commands: list[Command] = []
         for partition, claim in self._view.claims.items():
-            member = self._view.members.get(claim.owner)
-            if claim.state != "moving" or partition not in self._wanted or member is None:
+            if claim.state not in {"preparing", "moving"} or partition not in self._wanted:
                 continue
-            can_take = self._can_take(claim.next)
-            why = f"{claim.next} cannot take it" if claim.next else "wanted again"
-            if can_take and self._let_go(partition, claim):
-                commands.append(Give(partition, claim.next, claim.reason))
-            elif can_take is False and not self._let_go(partition, claim):
-                commands.append(Give(partition, claim.owner, why))
-            elif can_take is False and member.state != "away":
-                # With no room anywhere else even a draining owner is better than none.
-                worker = self._target.get(partition, "")
-                commands.append(Give(partition, worker if worker in self._active else claim.owner, why))
+            step = next_step(claim.state, self._owner(partition, claim), self._heir(partition, claim))
+            if command := self._command(partition, claim, step):
+                commands.append(command)
         return commands
+
+    def _command(self, partition: str, claim: Claim, step: Step) -> Command | None:
+        """A step of a move as a command; None when there is nothing to do, or when others see to it."""
+        why = f"{claim.next} cannot take it" if claim.next else "wanted again"
+        if step is Step.RELEASE:
+            return Release(partition, claim.reason)
+        if step is Step.KEEP:
+            if self._owner(partition, claim) is Owner.AWAY:
+                why = f"{claim.owner} is away"
+            elif self._heir(partition, claim) is Heir.LATE:
+                why = f"{claim.next} did not get ready in time"
+                # Others may move elsewhere meanwhile, and whoever loses its owner is not kept waiting.
+                self._planner._late[claim.next] = self._view.now_s + self._policy.min_rebalance_interval_s
+            return Keep(partition, why)
+        if step is Step.GIVE:
+            return Give(partition, claim.next, claim.reason)
+        if step is Step.GIVE_BACK and claim.state == "moving":
+            return Give(partition, claim.owner, why)
+        if step is Step.GIVE_ELSEWHERE:
+            # With no room anywhere else even a draining owner is better than none.
+            worker = self._target.get(partition, "")
+            return Give(partition, worker if worker in self._active else claim.owner, why)
+        return None
 
     def _orphans(self) -> list[str]:
         """Partitions that nobody handles and that nobody is about to get."""
@@ -236,33 +315,38 @@ class _Step:
             if claim is None or claim.state == "free" or not claim.owner:
                 orphans.append(partition)
                 continue
-            member = self._view.members.get(claim.owner)
-            if member is None:
-                abandoned = self._is_gone(claim.owner)
+            owner = self._owner(partition, claim)
+            if claim.state == "owned":
+                abandoned = owner is Owner.GONE
             else:
-                abandoned = member.state == "away" and claim.state == "moving" and self._can_take(claim.next) is False
+                abandoned = next_step(claim.state, owner, self._heir(partition, claim)) is Step.ORPHAN
             if abandoned:
                 orphans.append(partition)
         return natural_order(orphans)
 
     # ── what to do about it ───────────────────────────────────────────────────────────────────────────────────
 
-    @property
+    @cached_property
+    def _slots(self) -> list[Slot]:
+        members = sorted(self._view.members.items())
+        return [Slot(w, m.capacity, m.weight) for w, m in members if m.state != "draining"]
+
+    @cached_property
     def _target(self) -> Mapping[str, str]:
-        """What the strategy would have, given who owns what now.
+        """What the strategy would have, given who owns what now and what operators have placed.
 
         Workers that are away count as if they were there: otherwise everybody's share would change for a moment.
         """
-        if self._cached_target is None:
-            view = self._view
-            slots = [Slot(w, m.capacity, m.weight) for w, m in sorted(view.members.items()) if m.state != "draining"]
-            previous = {p: c.next or c.owner for p, c in view.claims.items() if c.state != "free"}
-            self._cached_target = self._planner._strategy.assign(view.partitions, slots, previous, view.weights)
-        return self._cached_target
+        view, slots = self._view, self._slots
+        placed = placements(view.orders, slots, self._wanted)
+        previous = {p: c.next or c.owner for p, c in view.claims.items() if c.state != "free"} | placed
+        return honour(
+            placed, self._planner._strategy.assign(view.partitions, slots, previous, view.weights), previous
+        )
 
-    def _spare(self) -> str:
-        """Who has least and could take one more; empty if nobody."""
-        return min(filter(self._room, self._active), key=lambda w: (self._load(w), w), default="")
+    def _spare(self, workers: Iterable[str]) -> str:
+        """Who of these has least and could take one more; empty if nobody."""
+        return min(filter(self._room, workers), key=lambda w: (self._load(w), w), default="")
 
     def _give_away(self, orphans: Sequence[str]) -> tuple[FleetState | None, str, list[Command]]:
         if not orphans:
@@ -296,7 +380,7 @@ class _Step:
     def _places(self, orphans: Sequence[str], due: Sequence[str]) -> dict[str, str]:
         """Who gets which orphan: whoever was about to get it or is to have it in the end, or else who has least."""
         places: dict[str, str] = {}
-        moves = {p: c.next for p in orphans if (c := self._view.claims.get(p)) and c.state == "moving" and c.next}
+        moves = {p: c.next for p in orphans if (c := self._view.claims.get(p)) and c.next}
         self._incoming.subtract(moves.values())
         for partition in due:
             worker = moves.get(partition, "")
@@ -307,7 +391,7 @@ class _Step:
         for partition in due:
             if partition not in places:
                 # What it is to have in the end may not fit yet: others are still to leave.
-                if not (worker := self._spare()):
+                if not (worker := self._spare(self._active)):
                     break
                 places[partition] = worker
                 self._loads[worker] += 1
@@ -332,78 +416,126 @@ class _Step:
     def _rebalance(self) -> tuple[FleetState, str, list[Command]]:
         planner, now_s = self._planner, self._view.now_s
         shares = self._shares()
-        if planner._settled:
-            if shares == planner._settled_shares or self._balanced(shares):
-                return self._at_rest()
-            again_s = planner._looked_s + self._policy.min_rebalance_interval_s
-            if now_s < again_s and not self._stuck():
-                self._wake_at_s.append(again_s)
-                return self._at_rest()
-        wanted = [*self._wanted_moves()]
-        planner._looked_s = now_s
-        planner._settled_shares = None if wanted else shares
+        wanted = self._placed_moves()
+        again_s = planner._looked_s + self._policy.min_rebalance_interval_s
+        at_rest = planner._settled and (shares == planner._settled_shares or self._balanced(shares))
+        if planner._settled and not at_rest and now_s < again_s and not self._stuck():
+            self._wake_at_s.append(again_s)
+            at_rest = True
+        if not at_rest:
+            placed = {move.partition for move in wanted}
+            wanted += [move for move in self._wanted_moves() if move.partition not in placed]
+            planner._looked_s = now_s
+            planner._settled_shares = None if wanted else shares
+        if self._view.orders.hold_moves:
+            # Whoever drains is about to go, whatever operators want.
+            owners = {move: self._view.members.get(self._view.claims[move.partition].owner) for move in wanted}
+            wanted = [move for move, owner in owners.items() if owner and owner.state != "active"]
         obstacle, due = self._due(wanted)
-        planner._settled = len(due) == len(wanted)
+        if not at_rest:
+            planner._settled = len(due) == len(wanted) and not self._view.orders.hold_moves
         if due:
             return FleetState.REBALANCING, f"{_count(len(due))} told to move", due
         if wanted:
             return FleetState.SCALING, f"{_count(len(wanted))} to move, but {obstacle}", []
         return self._at_rest()
 
+    def _placed_moves(self) -> list[BeginMove]:
+        """Partitions that an operator has placed elsewhere than where they are."""
+        if not self._view.orders.placed:
+            return []
+        claims, moves = self._view.claims, []
+        for partition, worker in placements(self._view.orders, self._slots, self._wanted).items():
+            claim = claims.get(partition)
+            if claim is None or claim.state == "free" or worker in {claim.owner, claim.next}:
+                continue
+            state = self._state(claim.owner)
+            # Whoever drains cannot wait, and whoever is away cannot let go.
+            if state == "away" or (state == "draining" and self._why_not_to(worker)):
+                continue
+            if worker in self._active and self._target.get(partition) == worker:
+                moves.append(BeginMove(partition, worker, "placed by an operator"))
+        return moves
+
     def _wanted_moves(self) -> Iterator[BeginMove]:
         claims, target = self._view.claims, self._target
         astray = (
             p for p, c in claims.items() if c.state != "free" and target.get(p, "") not in {"", c.next or c.owner}
         )
+        urgent = []
         for partition in natural_order(astray):
             claim, worker = claims[partition], target[partition]
-            owner = self._view.members.get(claim.owner)
-            state = owner.state if owner else "active"
-            if worker not in self._active:
-                # It is away, and whoever drains cannot wait for it.
-                worker = self._spare() if (state, claim.state) == ("draining", "owned") else ""
+            state = self._state(claim.owner)
+            if (state, claim.state) == ("draining", "owned") and self._why_not_to(worker):
+                urgent.append(partition)
+            elif worker in self._active and state != "away":
                 self._incoming[worker] += 1
-            if worker and state != "away":
                 why = f"{claim.owner} is draining" if state == "draining" else f"balance ({claim.owner} has more)"
                 yield BeginMove(partition, worker, why)
+        fit = [worker for worker in self._active if not self._why_not_to(worker)]
+        for partition in urgent:
+            # Whoever drains cannot wait for somebody who is away or does not pull.
+            if worker := self._spare(fit) or self._spare(self._active):
+                self._incoming[worker] += 1
+                yield BeginMove(partition, worker, f"{claims[partition].owner} is draining")
+
+    def _state(self, owner: str) -> MemberState:
+        """What an owner is doing; those that are not there may still be back."""
+        member = self._view.members.get(owner)
+        return member.state if member else "active"
 
     def _due(self, wanted: Sequence[BeginMove]) -> tuple[str, list[Command]]:
         """Those moves that need not wait, and what keeps the others."""
-        planner, now_s, joined_s = self._planner, self._view.now_s, self._planner._joined_s or {}
-        window_ends_s = planner._window_ends_s(self._policy.scale_window_s)
-        interval_ends_s = planner._moved_s + self._policy.min_rebalance_interval_s
+        planner, placed = self._planner, self._view.orders.placed
         obstacle, due, moves_from_active = "", list[Command](), False
-        for move in wanted:
-            claim, stays_until_s = (
-                self._view.claims[move.partition],
-                joined_s[move.next] + self._policy.scale_window_s,
-            )
-            owner = self._view.members.get(claim.owner)
-            if owner is None:
-                obstacle = f"it is too early to call {claim.owner} lost"
-            elif owner.incarnation != claim.incarnation:
-                obstacle = f"{claim.owner} has only just restarted"
-            elif claim.state == "moving":
-                obstacle = "they are still on their way to somebody else"
-            elif self._is_held_back(move):
-                obstacle = "claims could not be written"
-            elif owner.state == "draining":
+        room = self._policy.moves_at_once - self._in_transit
+        continues, planner._more_to_move = planner._more_to_move, False
+        drains = {move: self._state(self._view.claims[move.partition].owner) == "draining" for move in wanted}
+        for move in sorted(wanted, key=lambda move: not drains[move]):
+            if why := self._cannot_move(move):
+                obstacle = why
+            elif len(due) >= room:
+                obstacle = f"{self._in_transit + len(due)} are on their way already"
+                planner._more_to_move = True
+            elif drains[move] or placed.get(move.partition) == move.next:
                 due.append(move)
-            elif now_s < window_ends_s:
-                obstacle = "workers have only just come or gone"
-                self._wake_at_s.append(window_ends_s)
-            elif now_s < interval_ends_s:
-                obstacle = "others have only just moved"
-                self._wake_at_s.append(interval_ends_s)
-            elif now_s < stays_until_s:
-                obstacle = f"{move.next} has only just come"
-                self._wake_at_s.append(stays_until_s)
+            elif why := self._too_early(move, continues=continues):
+                obstacle = why
             else:
                 due.append(move)
                 moves_from_active = True
         if moves_from_active:
-            planner._moved_s = now_s
+            planner._moved_s = self._view.now_s
         return obstacle, due
+
+    def _cannot_move(self, move: BeginMove) -> str:
+        """What keeps a partition where it is, whoever wants to move it; empty for nothing."""
+        claim = self._view.claims[move.partition]
+        owner = self._view.members.get(claim.owner)
+        if owner is None:
+            return f"it is too early to call {claim.owner} lost"
+        if owner.incarnation != claim.incarnation:
+            return f"{claim.owner} has only just restarted"
+        if claim.state in {"preparing", "moving"}:
+            return "they are still on their way to somebody else"
+        if self._is_held_back(move):
+            return "claims could not be written"
+        return self._why_not_to(move.next)
+
+    def _too_early(self, move: BeginMove, *, continues: bool) -> str:
+        """Why a move for balance has to wait; `continues`: it belongs to a rebalance that has begun."""
+        planner, length_s = self._planner, self._policy.scale_window_s
+        waits = {
+            "workers have only just come or gone": planner._window_ends_s(length_s),
+            f"{move.next} has only just come": (planner._joined_s or {})[move.next] + length_s,
+        }
+        if not continues:
+            waits["others have only just moved"] = planner._moved_s + self._policy.min_rebalance_interval_s
+        why, until_s = max(waits.items(), key=lambda wait: wait[1])
+        if self._view.now_s >= until_s:
+            return ""
+        self._wake_at_s.append(until_s)
+        return why
 
     def _shares(self) -> dict[str, _Share]:
         """What all members have, or will have when the moves that have begun are over."""
@@ -443,6 +575,8 @@ class _Step:
             return FleetState.DEGRADED, f"nobody has room for {_count(stuck)} of draining workers", []
         away = sum(m.state == "away" for m in self._view.members.values())
         workers = _count(len(self._active), "worker") + (f", {away} away" if away else "")
+        if self._view.orders.hold_moves:
+            workers += ", moves are paused"
         return FleetState.STABLE, f"{_count(len(self._wanted))} on {workers}", []
 
 

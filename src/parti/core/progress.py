@@ -29,6 +29,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     """Positions above the floor, by partition id."""
     behind: dict[str, int] = {}
     """Positions that stand whatever the floor says, by partition id."""
+    trying: dict[str, int] = {}
+    """Messages that were about to be started when this was written, by partition id; only after a crash."""
+    incarnation: int = 0
+    """The holding of the worker id under which it was written; 0 for a worker on its own."""
+    closed: bool = False
+    """The worker stopped in good order: no handler was interrupted."""
     writer: str = ""
     """Who wrote the record: a process recognises its own write whose answer got lost."""
 
@@ -102,6 +108,7 @@ def summarise(
     covered: Iterable[str],
     positions: Iterable[tuple[str, int]],
     behind: Mapping[str, int],
+    trying: Mapping[str, int] | None = None,
     writer: str = "",
 ) -> Progress:
     """Fold the positions of lanes (partition id, position) and of those behind into a record."""
@@ -112,5 +119,6 @@ def summarise(
         covered=tuple(covered),
         ahead={p: position for p, position in positions if position > floor and p not in behind},
         behind=dict(behind),
+        trying=dict(trying or {}),
         writer=writer,
     )

@@ -15,7 +15,19 @@ from typing import Literal
 
 import msgspec
 
-from parti.core.fleet_view import BeginMove, Command, Decision, FleetState, FleetView, Give, MemberView, Policy
+from parti.core.fleet_view import (
+    BeginMove,
+    Command,
+    Decision,
+    FleetState,
+    FleetView,
+    Free,
+    Give,
+    Keep,
+    MemberView,
+    Policy,
+    Release,
+)
 from parti.core.planner import Planner
 from parti.model.fleet import Claim, HealthRecord
 from parti.strategies import Sticky, minimum_moves
@@ -108,7 +120,13 @@ class _Future:
         self._members = {w: m for w, m in fleet.members.items() if w not in change.leaves} | dict(change.joins)
         self._left = frozenset(change.leaves)
         self._health = {
-            worker: HealthRecord(incarnation=member.incarnation, applied=_EVERY_VERSION, at=_SOME_DAY)
+            worker: HealthRecord(
+                incarnation=member.incarnation,
+                applied=_EVERY_VERSION,
+                ready=_EVERY_VERSION,
+                pulling=True,
+                at=_SOME_DAY,
+            )
             for worker, member in self._members.items()
         }
         self._begun_s: dict[str, float] = {}
@@ -165,9 +183,13 @@ class _Future:
         elif isinstance(command, BeginMove):
             self._begun_s[partition] = after_s
             self._claims[partition] = msgspec.structs.replace(
-                claim, state="moving", next=command.next, reason=command.reason, release_version=1
+                claim, state="moving", next=command.next, reason=command.reason, awaits=1
             )
-        else:
+        elif isinstance(command, Release):
+            self._claims[partition] = msgspec.structs.replace(claim, state="moving", awaits=1)
+        elif isinstance(command, Keep):
+            self._claims[partition] = msgspec.structs.replace(claim, state="owned", next="")
+        elif isinstance(command, Free):
             self._claims[partition] = msgspec.structs.replace(claim, owner="", state="free", next="")
 
     def _note(self, give: Give, claim: Claim, after_s: float) -> None:
@@ -179,7 +201,7 @@ class _Future:
             kind = "kept"
         elif claim.owner not in self._members:
             kind = "given"
-        elif partition not in self._begun_s and self._start[partition].state == "moving":
+        elif partition not in self._begun_s and self._start[partition].next:
             kind = "begun"
         begun_s = self._begun_s.pop(partition, after_s)
         self._moves.append(Move(partition, claim.owner, give.owner, kind, give.reason, begun_s))
@@ -201,4 +223,4 @@ class _Future:
 
 
 def _is_wanted(claim: Claim) -> bool:
-    return claim.state == "owned" or (claim.state == "moving" and bool(claim.next))
+    return claim.state == "owned" or bool(claim.next)

@@ -14,6 +14,7 @@ from parti.errors import ApiError, JetStreamUnavailable, NoResponders, NotFound,
 from parti.model.mapping import stored_subjects
 
 _NOT_FOUND = frozenset({10014, 10037, 10059})
+_NO_MESSAGE = 10037
 _WRONG_REVISION = frozenset({10071, 10164})
 _NOT_ENABLED = frozenset({10039, 10076})
 
@@ -165,11 +166,16 @@ class JetStreamApi:
         await self.call(f"CONSUMER.DELETE.{stream}.{name}")
 
     async def next_on_subject(self, stream: str, subject: str, seq: int) -> Stored | None:
-        """The first message at or after `seq` that matches `subject`, read from the leader; None at the end."""
+        """The first message at or after `seq` that matches `subject`, read from the leader; None at the end.
+
+        Raises `NotFound` when there is no such stream.
+        """
         try:
             answer = await self.call(f"STREAM.MSG.GET.{stream}", {"seq": max(1, seq), "next_by_subj": subject})
-        except NotFound:
-            return None
+        except NotFound as error:
+            if error.code == _NO_MESSAGE:
+                return None
+            raise
         return _stored(answer["message"])
 
     async def send(self, subject: str, payload: bytes, *, headers: Mapping[str, str]) -> None:

@@ -7,6 +7,8 @@
     leader.<role>         LeaderRecord   lease of a role; written by its holder, expires by itself
     claims.<partition>    Claim          who owns a partition; written by the rebalancer only
     assignment.<worker>   Assignment     what a worker is to own, derived from the claims; rebalancer only
+    orders                Orders         what operators want: placements, drained workers, pauses
+    state.<partition>     StatePointer   where the state of a stateful handler lies (`parti.model.state`)
 
 The rebalancer writes claims and assignments in one atomic batch with a renewal of its lease, so that a write of
 somebody who is no longer the rebalancer has no effect at all. What workers write themselves names their incarnation.
@@ -23,8 +25,9 @@ import msgspec
 MemberState = Literal["active", "draining", "away", "left"]
 """`away`: it left with an identity and is expected back; its partitions wait until the lease ends. `left`: it is gone
 for good, and the record says so for a while."""
-ClaimState = Literal["owned", "moving", "free"]
-"""`moving`: the owner is to let go of it, then `next` gets it. `free`: nobody owns it."""
+ClaimState = Literal["owned", "preparing", "moving", "free"]
+"""`preparing`: the owner goes on handling it while `next` gets ready. `moving`: the owner is to let go of it, then
+`next` gets it. `free`: nobody owns it."""
 Role = Literal["rebalancer", "monitor", "cleanup"]
 ROLES: tuple[Role, ...] = ("rebalancer", "monitor", "cleanup")
 
@@ -73,6 +76,8 @@ class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     """Version of the assignment that is in force; its positions are stored."""
     busy: tuple[str, ...] = ()
     """Partitions that it was told to let go and whose handler still runs."""
+    ready: int = 0
+    """Version of the assignment whose partitions, incoming ones included, its consumer carries."""
     state: str = ""
     pulling: bool = False
     subjects: int = 0
@@ -129,11 +134,31 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     """Creation time of the stream that the position is in: sequences of a recreated stream mean nothing."""
     next: str = ""
     """Who gets it after a move."""
-    release_version: int = 0
-    """Version of the owner's assignment that tells it to let go, while moving."""
+    awaits: int = 0
+    """Version of an assignment that this step of a move waits for: of `next`, which tells it to get ready, while
+    preparing; of the owner, which tells it to let go, while moving."""
+    careful_to: int = 0
+    """The owner before was lost: up to this sequence, what is about to be started is noted down first."""
+    suspect: int = 0
+    """A message in whose handler processes have died; 0 for none."""
+    deaths: int = 0
+    """How many are known to have died in it."""
     term: int
     reason: str = ""
     """Why it was given to its owner, in a few words."""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What operators want of the fleet; it stands until it is taken back."""
+
+    placed: dict[str, str] = {}
+    """Partitions that belong to a certain worker as long as it is there."""
+    drained: tuple[str, ...] = ()
+    """Workers that are to own nothing."""
+    paused: tuple[str, ...] = ()
+    """Partitions that nobody is to handle."""
+    hold_moves: bool = False
+    """No planned moves between live workers."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -141,6 +166,9 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
     fence_token: int
     position: int
+    careful_to: int = 0
+    suspect: int = 0
+    deaths: int = 0
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -154,6 +182,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     stream_created: str = ""
     """Creation time of the stream that the positions are in."""
     partitions: dict[str, Grant] = {}
+    incoming: dict[str, int] = {}
+    """Partitions to get ready for, and a position below which everything is finished; others still handle them."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -1,9 +1,19 @@
 """The one durable pull consumer of a worker, and the subjects it carries.
 
-There is a single way to (re)gain a partition, used at start, after an update, after a reconnect and when somebody
-deleted the consumer: with no pull standing, RESET the consumer to the lowest position that is not finished, give it
-its filter, and pull. RESET comes first, so that a crash in between leaves a consumer that starts too early (its
-messages are recognised as finished) and never one that starts too late.
+The consumer only delivers; where a partition begins is said by its position. There are two ways to the messages that
+a partition has below what the consumer has delivered already:
+
+- From the stream itself, where finished messages stay (limits retention): the subject is added, the stream's last
+  sequence U is read *after* the update has returned, and the lane is fed from the position to U and to whatever was
+  delivered and let go meanwhile. Nothing else that the consumer carries is disturbed.
+- By RESET, where acknowledged messages are gone (interest, work-queue), at a start, and whenever a session has to
+  begin anew: with no pull standing, the consumer is put back to the lowest position that is not finished, then it
+  gets its filter, then it pulls. RESET comes first, so that a crash in between leaves a consumer that starts too early
+  (its messages are recognised as finished) and never one that starts too late, whose server would take unfinished
+  messages for acknowledged.
+
+A worker may carry partitions that it does not own: those that it is to get ready for (`incoming`). Their messages are
+let go (limits) or held unacknowledged and unhandled (interest) until they are granted.
 """
 
 from __future__ import annotations
@@ -11,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -20,7 +30,8 @@ from parti.config import Settings
 from parti.core.consumer_config import ConsumerTuning, build_config, consumer_name
 from parti.core.filters import FilterDiff, FilterSet, build_filters, diff_filters
 from parti.core.progress import Progress, summarise
-from parti.errors import ConfigError, NotFound, PartiError, SubjectMismatch
+from parti.core.retention import retention_named
+from parti.errors import ConfigError, LeaseLost, NotFound, PartiError, SubjectMismatch
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
 from parti.jetstream.pull import PullEngine, PullTuning
@@ -30,12 +41,12 @@ from parti.model.subjects import within
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 from parti.worker.lanes import Lanes
+from parti.worker.starts import Granted, Starts
 
 _log = structlog.get_logger("parti.consumer")
 
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 2.0
 _SIGNAL = "consumer-update"
-_PROBES_AT_ONCE = 32
 _NOTHING = FilterSet({}, 0)
 
 
@@ -49,6 +60,10 @@ class ConsumerPorts:
     lanes: Lanes
     metrics: Metrics
     health: Health
+    entitled: Callable[[], bool] = lambda: True
+    """Whether this process still holds the worker id that the consumer belongs to."""
+    on_new_stream: Callable[[StreamInfo], None] = lambda stream: None
+    """Called when the stream was made anew."""
 
 
 class WorkerConsumer:
@@ -73,10 +88,27 @@ class WorkerConsumer:
         self._ports = ports
         self._settings = settings
         self._template = template
-        self._stream = stream
-        self._baseline = progress
+        self._retention = retention_named(stream.retention)
+        self._feeds = self._retention.keeps and settings.ordered
+        """Older messages are read from the stream; otherwise the consumer is set back for them."""
+        self.overlaps = self._retention.overlap and settings.ordered
+        """It can get ready for partitions that somebody else still handles."""
+        self._starts = Starts(
+            ports.api,
+            ports.lanes,
+            template,
+            stream,
+            progress,
+            only_new=settings.start == "new",
+            each_subject=each_subject,
+        )
         self._name = consumer_name(settings.prefix, settings.worker_id)
-        self._applied = _NOTHING
+        self._owned = _NOTHING
+        """What may be handled."""
+        self._carried = _NOTHING
+        """What the server has been told, incoming partitions included."""
+        self._bounds: dict[str, int] = {}
+        """The stream's last sequence after a partition was added: what is newer is delivered."""
         self._wanted = _NOTHING
         self._wanted_version = 0
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
@@ -84,10 +116,8 @@ class WorkerConsumer:
         self._last_update_s = float("-inf")
         self._failures = 0
         self._existed = False
-        self._starts: dict[str, int] = {}
-        self._granted: Mapping[str, int] | None = None
-        self._granted_in = ""
         self._lock = asyncio.Lock()
+        ports.lanes.lets_go = self._feeds
         self.engine = PullEngine(
             ports.connection,
             ports.wire,
@@ -108,25 +138,30 @@ class WorkerConsumer:
     @property
     def stream_created(self) -> str:
         """When the stream was made that is being read."""
-        return self._stream.created
+        return self._starts.stream.created
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The subjects that the consumer carries now."""
-        return self._applied.subjects
+        """The subjects that are being handled."""
+        return self._owned.subjects
 
-    def grant(self, positions: Mapping[str, int], stream_created: str) -> None:
-        """Say where partitions begin that others have had: positions by id, in the stream made at that time."""
-        self._granted, self._granted_in = dict(positions), stream_created
+    def grant(self, granted: Granted) -> None:
+        """Say where partitions begin that others have had, and which ones to get ready for."""
+        self._starts.granted = granted
 
     async def start(self, partitions: Iterable[PartitionLike]) -> None:
         """Create or take up the consumer with these partitions and begin to pull."""
-        filters = self._build(partitions)
-        self._applied = self._wanted = filters
-        self._own(filters)
-        await self._take_up(filters)
+        owned = self._build(partitions)
+        carried = self._with_incoming(owned)
+        self._own(owned)
+        await self._take_up(owned)
+        self._wanted, self._carried = owned, carried
+        incoming = self._expect(carried)
+        if not self._feeds:
+            await self._gain(incoming)
         await self.engine.start()
-        self._applied_ok(filters, diff_filters((), filters.subjects))
+        self._bounds = dict.fromkeys((p.id for p in carried.partitions.values()), 0)
+        self._applied_ok(diff_filters((), carried.subjects))
 
     async def stop(self) -> None:
         """Stop pulling; the consumer stays on the server, where the next start finds it."""
@@ -137,19 +172,34 @@ class WorkerConsumer:
 
     def summarise(self, writer: str) -> Progress:
         """The positions as of now."""
-        lanes = self._ports.lanes
+        lanes, stream = self._ports.lanes, self._starts.stream
         return summarise(
-            stream=self._stream.name,
-            stream_created=self._stream.created,
+            stream=stream.name,
+            stream_created=stream.created,
             floor=lanes.floor,
-            covered=self._applied.subjects,
+            covered=self._owned.subjects,
             # Partitions without a lane have not moved since the record was read.
-            positions=(self._baseline.ahead | dict(lanes.positions())).items(),
+            positions=(self._starts.record.ahead | dict(lanes.positions())).items(),
             behind=lanes.behind(),
+            trying=lanes.trying,
             writer=writer,
         )
 
     # ── updates ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def let_go(self, keep: Iterable[PartitionLike]) -> bool:
+        """Handle nothing more of partitions that are not in `keep`, and begin with those that are and are carried.
+
+        Returns whether others may have what was let go; otherwise the consumer has to be updated first.
+        """
+        if not self.overlaps or self._lock.locked():
+            return False
+        wanted = self._build(keep)
+        carried = self._carried.partitions
+        self._own(FilterSet({s: p for s, p in wanted.partitions.items() if s in carried}, 0))
+        # An update that is still to come must not bring back what is let go here.
+        self._wanted = wanted
+        return True
 
     async def update_worker_consumer(self, worker_id: str, partitions: Iterable[PartitionLike]) -> None:
         """Make the consumer carry exactly these partitions.
@@ -160,11 +210,11 @@ class WorkerConsumer:
         """
         if worker_id != self._settings.worker_id:
             raise ConfigError(f"this consumer belongs to worker {self._settings.worker_id!r}, not to {worker_id!r}")
-        filters = self._build(partitions)
-        if self._updater is None and diff_filters(self._applied.subjects, filters.subjects).empty:
+        owned = self._build(partitions)
+        if self._updater is None and not self._differs(owned):
             self._ports.metrics.update_skipped.inc()
             return
-        self._wanted = filters
+        self._wanted = owned
         self._wanted_version += 1
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((self._wanted_version, done))
@@ -172,18 +222,32 @@ class WorkerConsumer:
             self._updater = asyncio.create_task(self._update())
         await done
 
+    def _differs(self, owned: FilterSet) -> bool:
+        carried = self._with_incoming(owned)
+        same = diff_filters(self._carried.subjects, carried.subjects).empty
+        return not same or not diff_filters(self._owned.subjects, owned.subjects).empty
+
     def _build(self, partitions: Iterable[PartitionLike]) -> FilterSet:
         filters = build_filters(self._template.partitions(partitions), max_subjects=self._settings.max_subjects)
+        stream = self._starts.stream
         for subject in filters.partitions:
-            if not within(subject, self._stream.stored_subjects):
+            if not within(subject, stream.stored_subjects):
                 raise SubjectMismatch(
-                    f"subject {subject!r} is outside stream {self._stream.name!r}, which takes "
-                    f"{', '.join(self._stream.stored_subjects) or 'nothing'}; correct the template or the stream"
+                    f"subject {subject!r} is outside stream {stream.name!r}, which takes "
+                    f"{', '.join(stream.stored_subjects) or 'nothing'}; correct the template or the stream"
                 )
         if filters.duplicates:
             self._ports.metrics.duplicate_subjects.inc(filters.duplicates)
             _log.warning("partitions were named more than once", duplicates=filters.duplicates)
         return filters
+
+    def _with_incoming(self, owned: FilterSet) -> FilterSet:
+        """These partitions and those to get ready for."""
+        granted = self._starts.granted
+        if not granted or not granted.incoming or not self.overlaps:
+            return owned
+        incoming = {p.subject: p for p in self._template.partitions(granted.incoming)}
+        return FilterSet(incoming | owned.partitions, 0)
 
     async def _update(self) -> None:
         """Apply the newest wanted set until there is no newer one."""
@@ -191,7 +255,7 @@ class WorkerConsumer:
         try:
             while applied_version < self._wanted_version:
                 pause_s = self._last_update_s + self._settings.update_min_interval_s - time.monotonic()
-                if pause_s > 0:
+                if pause_s > 0 and not self._urgent:
                     await asyncio.sleep(pause_s)
                 applied_version, error = await self._apply_newest()
                 self._answer(applied_version, error)
@@ -199,19 +263,26 @@ class WorkerConsumer:
             self._updater = None
             self._answer(self._wanted_version, ConfigError("the worker is stopping"))
 
+    @property
+    def _urgent(self) -> bool:
+        """Whether partitions wait for this update: nobody handles them."""
+        added = diff_filters(self._carried.subjects, self._wanted.subjects).added
+        return bool(self._starts.granted) and (bool(added) or not self._feeds)
+
     async def _apply_newest(self) -> tuple[int, PartiError | None]:
         delay = _RETRY_MIN_S
         failure: PartiError | None = None
         version = 0
         for attempt in range(1, self._settings.update_attempts + 1):
             # Re-read at each attempt: a newer set wins over one that is still being tried.
-            version, filters = self._wanted_version, self._wanted
-            diff = diff_filters(self._applied.subjects, filters.subjects)
-            if diff.empty:
+            version, owned = self._wanted_version, self._wanted
+            carried = self._with_incoming(owned)
+            diff = diff_filters(self._carried.subjects, carried.subjects)
+            if not self._differs(owned):
                 self._ports.metrics.update_skipped.inc()
                 return version, None
             try:
-                await self._apply(filters, diff)
+                await self._apply(owned, carried, diff)
                 return version, None
             except PartiError as error:
                 failure = error
@@ -227,43 +298,75 @@ class WorkerConsumer:
         self._update_failed(failure)
         return version, failure
 
-    async def _apply(self, filters: FilterSet, diff: FilterDiff) -> None:
+    async def _apply(self, owned: FilterSet, carried: FilterSet, diff: FilterDiff) -> None:
         """Bring one set into force, or leave the previous one in force and raise."""
         started = time.monotonic()
         self._last_update_s = started
-        previous = self._applied
         async with self._lock:
-            self.engine.pause()
-            try:
-                self._own(filters)
-                pull = await self._settle_on(filters, diff, reason="update")
-            except BaseException:
-                self._own(previous)
-                self._take_back([previous.partitions[s] for s in diff.removed])
-                self.engine.resume(prepared=False, reason="update failed")
-                raise
-            # Only now: until its old messages are known, the floor must not speak for an added partition.
-            self._applied = filters
-            self.engine.resume(prepared=True, pull=pull)
+            if self._feeds:
+                await self._refilter(owned, carried, diff)
+            else:
+                await self._set_back(owned, carried, diff)
         self._last_update_s = time.monotonic()
         self._ports.metrics.update_duration.observe(self._last_update_s - started)
-        self._applied_ok(filters, diff)
+        self._applied_ok(diff)
+
+    async def _refilter(self, owned: FilterSet, carried: FilterSet, diff: FilterDiff) -> None:
+        """Change the filter under standing pulls; what an added partition has already is fed to it."""
+        api, stream = self._ports.api, self._starts.stream.name
+        self._expect(carried)
+        if not diff.empty:
+            info = await self._find()
+            if info is None:
+                # The pull engine finds out too, and makes it anew.
+                raise NotFound(10014, f"consumer {self._name!r} is gone")
+            subjects = carried.subjects or (self._placeholder(),)
+            config = build_config(self._name, subjects, self._tuning(), existing=info.config)
+            await api.put_consumer(stream, config, action="update")
+            bound = await self._starts.last_seq() if diff.added else 0
+            self._bounds |= {carried.partitions[s].id: bound for s in diff.added}
+        wakes = bool(carried.partitions) and not self._carried.partitions
+        self._carried = carried
+        self._own(owned)
+        if wakes:
+            self.engine.new_session("has something to read now")
+
+    async def _set_back(self, owned: FilterSet, carried: FilterSet, diff: FilterDiff) -> None:
+        """Change the filter with no pull standing, and begin anew where the lowest unfinished message is."""
+        previous = self._owned
+        self.engine.pause()
+        try:
+            self._own(owned)
+            self._expect(carried)
+            pull = await self._settle_on(carried, diff, reason="update")
+        except BaseException:
+            self._own(previous)
+            self._expect(self._carried)
+            self._take_back([previous.partitions[s] for s in diff.removed if s in previous.partitions])
+            self.engine.resume(prepared=False, reason="update failed")
+            raise
+        # Only now: until its old messages are known, the floor must not speak for an added partition.
+        self._carried = carried
+        self.engine.resume(prepared=True, pull=pull)
 
     def _take_back(self, partitions: Iterable[Partition]) -> None:
         """Partitions that were let go for an update that failed: what waited in their lanes must come again."""
         lanes = self._ports.lanes
         for partition in partitions:
-            lanes.gain(partition, self._position(partition.id, partition.subject))
+            lanes.gain(partition, self._starts.position(partition.id, partition.subject))
 
-    def _applied_ok(self, filters: FilterSet, diff: FilterDiff) -> None:
+    def _applied_ok(self, diff: FilterDiff) -> None:
         metrics = self._ports.metrics
         self._failures = 0
         self._ports.health.clear(_SIGNAL)
-        metrics.subject_count.value = len(filters.partitions)
+        metrics.subject_count.value = len(self._carried.partitions)
         metrics.update_changes.inc("added", len(diff.added))
         metrics.update_changes.inc("removed", len(diff.removed))
         _log.info(
-            "consumer carries", subjects=len(filters.partitions), added=len(diff.added), removed=len(diff.removed)
+            "consumer carries",
+            subjects=len(self._carried.partitions),
+            added=len(diff.added),
+            removed=len(diff.removed),
         )
 
     def _update_failed(self, error: PartiError | None) -> None:
@@ -281,170 +384,151 @@ class WorkerConsumer:
                     future.set_exception(error)
         self._waiters = [(v, f) for v, f in self._waiters if not f.done()]
 
-    # ── the one way to gain partitions ────────────────────────────────────────────────────────────────────────
+    # ── gaining partitions ────────────────────────────────────────────────────────────────────────────────────
+
+    def _own(self, owned: FilterSet) -> None:
+        """Handle exactly these; partitions that are new are fed, or what was held for them is let through."""
+        lanes, before = self._ports.lanes, self._owned.partitions
+        self._owned = owned
+        lanes.own(owned.partitions, self._starts.position)
+        if not self._feeds:
+            return
+        for subject, partition in owned.partitions.items():
+            bound = self._bounds.get(partition.id)
+            if subject not in before and bound is not None and not self._each_subject:
+                self._feed(partition, max(bound, lanes.next_seq - 1))
+
+    def _feed(self, partition: Partition, bound: int) -> None:
+        """Have a partition read from the stream, from its position to what has been delivered; later ones come."""
+        position = self._starts.position(partition.id, partition.subject)
+        if position <= bound:
+            self._ports.lanes.gain(partition, position, feed_to=bound)
+
+    def _expect(self, carried: FilterSet) -> list[Partition]:
+        """Tell the lanes which partitions to get ready for; returns them."""
+        incoming = {s: p for s, p in carried.partitions.items() if s not in self._owned.partitions}
+        self._ports.lanes.expect(incoming)
+        return list(incoming.values())
 
     async def _prepare(self, reason: str) -> bool:
         """Verify the consumer and put it to the position; the engine calls this before each session."""
         async with self._lock:
-            return await self._settle_on(self._applied, FilterDiff((), ()), reason=reason)
+            return await self._settle_on(self._carried, FilterDiff((), ()), reason=reason)
 
-    async def _settle_on(self, filters: FilterSet, diff: FilterDiff, *, reason: str) -> bool:
+    async def _settle_on(self, carried: FilterSet, diff: FilterDiff, *, reason: str) -> bool:
         """RESET to the lowest unfinished position, then set the filter; False when there is nothing to pull."""
-        lanes, api, stream = self._ports.lanes, self._ports.api, self._stream.name
-        subjects = filters.subjects or (self._placeholder(),)
+        if not self._ports.entitled():
+            raise LeaseLost(f"the worker id is not held at present; consumer {self._name!r} is left alone")
+        lanes, api, stream = self._ports.lanes, self._ports.api, self._starts.stream.name
+        subjects = carried.subjects or (self._placeholder(),)
         info = await self._find()
         if info is None:
             await self._check_stream()
         elif reason not in {"start", "update"} and info.subjects != tuple(sorted(subjects)):
-            await self._mistrust(filters, info)
-        await self._gain([filters.partitions[s] for s in diff.added])
+            await self._mistrust(info)
+        await self._gain([carried.partitions[s] for s in diff.added])
         target = lanes.resume_at
         if info is None:
             if self._existed:
                 self._ports.metrics.recreated.inc()
                 _log.warning("consumer was gone and is made again", consumer=self._name, at=target, reason=reason)
-            info = await api.put_consumer(stream, build_config(self._name, subjects, self._tuning()), action="create")
+            config = build_config(self._name, subjects, self._tuning())
+            info = await api.put_consumer(stream, config, action="create")
             self._existed = True
+        elif not self._retention.keeps and not set(info.subjects) <= set(subjects):
+            # A subject is still in the filter that is about to go: its messages must not get below the ack floor.
+            target = min(target, info.ack_floor + 1)
         await api.reset_consumer(stream, self._name, target)
         lanes.cursor = target
         self._ports.metrics.resets.inc("update" if reason == "update" else "session")
         config = build_config(self._name, subjects, self._tuning(), existing=info.config)
         if info.subjects != tuple(sorted(subjects)) or any(info.config.get(k) != v for k, v in config.items()):
             await api.put_consumer(stream, config, action="update")
-        return bool(filters.partitions)
+        return bool(carried.partitions)
 
     async def _check_stream(self) -> None:
         """The consumer is gone; if the stream went with it and is another one now, nothing we know holds."""
-        stream = await self._ports.api.stream_info(self._stream.name)
-        if stream.created == self._stream.created and stream.last_seq + 1 >= self._ports.lanes.resume_at:
+        known, lanes = self._starts.stream, self._ports.lanes
+        stream = await self._ports.api.stream_info(known.name)
+        if stream.created == known.created and stream.last_seq + 1 >= lanes.resume_at:
             return
         _log.warning(
             "the stream was made anew or restored; starting over", stream=stream.name, created=stream.created
         )
-        self._stream = stream
-        self._baseline = Progress(stream=stream.name, stream_created=stream.created)
-        self._starts.clear()
-        self._ports.lanes.start_over()
+        self._starts.start_over(stream)
+        self._ports.on_new_stream(stream)
+        self._bounds = dict.fromkeys(self._bounds, 0)
+        lanes.start_over()
 
-    async def _mistrust(self, filters: FilterSet, info: ConsumerInfo) -> None:
+    async def _mistrust(self, info: ConsumerInfo) -> None:
         """Somebody else changed the filter: messages may have been passed over, so look for them."""
         _log.error("the consumer's filter was changed by somebody else; putting it right", found=info.subjects[:20])
         lanes = self._ports.lanes
         if self._each_subject:
-            lanes.next_seq = min(lanes.next_seq, self._baseline.floor)
-        else:
-            await self._gain(list(filters.partitions.values()))
+            lanes.next_seq = min(lanes.next_seq, self._starts.record.floor)
+            return
+        if self._bounds:
+            bound = await self._starts.last_seq()
+            self._bounds = dict.fromkeys(self._bounds, bound)
+        await self._gain(list(self._owned.partitions.values()))
 
     async def _find(self) -> ConsumerInfo | None:
         try:
-            return await self._ports.api.consumer_info(self._stream.name, self._name)
+            return await self._ports.api.consumer_info(self._starts.stream.name, self._name)
         except NotFound:
             return None
 
+    async def _gain(self, partitions: list[Partition]) -> None:
+        """Find unfinished messages of these partitions that the consumer has passed: it must go back for them."""
+        if not partitions or not self._existed:
+            return
+        lanes = self._ports.lanes
+        for partition, seq in zip(partitions, await self._starts.probe(partitions), strict=True):
+            if seq is not None and seq < lanes.next_seq:
+                lanes.gain(partition, seq)
+
     async def _take_up(self, filters: FilterSet) -> None:
         """Work out where each partition starts, from the progress record and an existing consumer."""
-        lanes, info = self._ports.lanes, await self._find()
+        lanes, starts, info = self._ports.lanes, self._starts, await self._find()
         self._existed = info is not None
         if info is not None:
-            self._baseline = self._baseline.raised(info.subjects, info.ack_floor)
-        record = self._baseline
-        if self._granted is not None:
+            starts.raise_by(info)
+        record = starts.record
+        if starts.granted is not None:
             await self._take_up_granted(filters)
             return
         if record.fresh:
-            lanes.next_seq = self._stream.last_seq + 1 if self._settings.start == "new" else 1
+            lanes.next_seq = starts.stream.last_seq + 1 if self._settings.start == "new" else 1
             return
         lanes.next_seq = record.floor
-        lanes.restore(record.behind)
-        lanes.restore({p.id: record.position(p.id, p.subject) for p in self._no_longer_ours(filters)})
-        for partition_id in record.behind:
-            partition = self._parked_partition(partition_id, filters)
-            if partition:
-                lanes.gain(partition, record.behind[partition_id], feed_to=self._stream.last_seq)
+        self._remember(filters)
+        for partition in starts.parked(filters) if self._feeds else ():
+            self._feed(partition, starts.stream.last_seq)
         uncovered = [p for s, p in filters.partitions.items() if not record.covers(s) and not lanes.has(p.id)]
         if self._each_subject and uncovered:
             # A list of partitions became "every subject": what was not listed starts at its first message.
-            first = await self._first_unfinished(uncovered[0])
+            first = await starts.first_unfinished(uncovered[0])
             lanes.next_seq = min(record.floor, first or record.floor)
             return
         await self._gain(uncovered)
 
     async def _take_up_granted(self, filters: FilterSet) -> None:
         """Others may have had these partitions since the record was written: look where each of them stands."""
-        lanes, record = self._ports.lanes, self._baseline
-        info = await self._ports.api.stream_info(self._stream.name)
-        lanes.next_seq = info.last_seq + 1
-        lanes.restore(record.behind)
-        lanes.restore({p.id: record.position(p.id, p.subject) for p in self._no_longer_ours(filters)})
-        for partition in filters.partitions.values():
-            if partition.id in record.behind and self._parked_partition(partition.id, filters):
-                lanes.gain(partition, self._position(partition.id, partition.subject), feed_to=info.last_seq)
+        lanes, starts = self._ports.lanes, self._starts
+        last_seq = await starts.last_seq()
+        lanes.next_seq = last_seq + 1
+        self._remember(filters)
+        for partition in starts.parked(filters) if self._feeds else ():
+            self._feed(partition, last_seq)
         others = [p for p in filters.partitions.values() if not lanes.has(p.id)]
-        firsts = await self._probe(others, end=info.last_seq + 1)
+        firsts = await starts.probe(others)
         lanes.next_seq = min([lanes.next_seq, *(seq for seq in firsts if seq is not None)])
 
-    def _no_longer_ours(self, filters: FilterSet) -> list[Partition]:
-        """Partitions that an earlier run owned and this one does not: their positions must not be forgotten."""
-        gone = [s for s in self._baseline.covered if not self._each_subject and s not in filters.partitions]
-        partitions = []
-        for subject in gone:
-            try:
-                partitions.append(self._template.parse(subject))
-            except SubjectMismatch:
-                _log.warning("the record speaks of a subject that does not fit the template", subject=subject)
-        return partitions
-
-    def _parked_partition(self, partition_id: str, filters: FilterSet) -> Partition | None:
-        """The partition behind an entry of the record, if it was parked (and not released) and is ours again."""
-        if self._stream.retention != "limits" or not self._settings.ordered:
-            return None
-        if self._each_subject:
-            partition = self._template.partition(partition_id)
-        else:
-            found = next((p for p in filters.partitions.values() if p.id == partition_id), None)
-            if found is None:
-                return None
-            partition = found
-        return partition if self._baseline.covers(partition.subject) else None
-
-    async def _gain(self, partitions: Sequence[Partition]) -> None:
-        """Find unfinished messages of these partitions that the consumer has passed: it must go back for them."""
-        if not partitions or not self._existed:
-            return
-        lanes, end = self._ports.lanes, 0
-        if self._settings.start == "new":
-            end = (await self._ports.api.stream_info(self._stream.name)).last_seq + 1
-        oldest = await self._probe(partitions, end=end)
-        for partition, seq in zip(partitions, oldest, strict=True):
-            if seq is not None and seq < lanes.next_seq:
-                lanes.gain(partition, seq)
-
-    async def _probe(self, partitions: Sequence[Partition], *, end: int) -> list[int | None]:
-        """The first unfinished message of each partition; `end` is where those begin that want only new ones."""
-        room = asyncio.Semaphore(_PROBES_AT_ONCE)
-
-        async def probe(partition: Partition) -> int | None:
-            async with room:
-                return await self._first_unfinished(partition)
-
-        if self._settings.start == "new":
-            self._starts |= {p.id: end for p in partitions if not self._position(p.id, p.subject)}
-        return await asyncio.gather(*(probe(p) for p in partitions))
-
-    async def _first_unfinished(self, partition: Partition) -> int | None:
-        """Sequence of the first message at or after the partition's position, or None."""
-        start = self._position(partition.id, partition.subject)
-        message = await self._ports.api.next_on_subject(self._stream.name, partition.subject, start)
-        return message.seq if message else None
-
-    def _own(self, filters: FilterSet) -> None:
-        self._ports.lanes.own(filters.partitions, self._position)
-
-    def _position(self, partition_id: str, subject: str) -> int:
-        known = self._ports.lanes.known_position(partition_id)
-        if self._granted and self._granted_in == self._stream.created:
-            known = max(known, self._granted.get(partition_id, 0))
-        return max(known, self._starts.get(partition_id, 0), self._baseline.position(partition_id, subject))
+    def _remember(self, filters: FilterSet) -> None:
+        """Keep the positions of partitions that an earlier run had released, parked or owned."""
+        lanes, record = self._ports.lanes, self._starts.record
+        lanes.restore(record.behind)
+        lanes.restore({p.id: record.position(p.id, p.subject) for p in self._starts.no_longer_owned(filters)})
 
     def _placeholder(self) -> str:
         """A subject inside the stream that nobody publishes: an empty filter would mean every subject."""

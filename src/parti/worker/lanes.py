@@ -29,7 +29,7 @@ _EVICT_ABOVE = 10_000
 _now = time.time
 
 # Looked up for every message: a global is cheaper than an attribute of an enum.
-_ACCEPTED, _IDLE, _READY, _CLOSED = Verdict.ACCEPTED, Phase.IDLE, Phase.READY, Phase.CLOSED
+_ACCEPTED, _IDLE, _HELD, _READY, _CLOSED = Verdict.ACCEPTED, Phase.IDLE, Phase.HELD, Phase.READY, Phase.CLOSED
 
 
 class DeadLetters(Protocol):
@@ -73,6 +73,16 @@ class Lanes:
         self.on_ready: Callable[[], None] = lambda: None
         self.count_running: Callable[[], int] = lambda: 0
         self.on_starved: Callable[[Lane], None] = lambda lane: None
+        self.on_held: Callable[[Lane], None] = lambda lane: None
+        """Called when a lane that is held has something that could be started."""
+        self.on_left: Callable[[], None] = lambda: None
+        """Called when a handler has ended whose partition was released."""
+        self.lets_go = False
+        """Messages of others may be acknowledged: whoever handles them reads them from the stream."""
+        self.careful: Mapping[str, int] = {}
+        """Partitions whose last owner died, and the sequence up to which each message is noted before its start."""
+        self.trying: dict[str, int] = {}
+        """What has been noted down as about to be started, by partition id."""
         self.observe_latency = metrics.handler_latency.observe
         # Held where a lane changes hands between the event loop and a handler's thread.
         self.lock = threading.Lock()
@@ -96,6 +106,10 @@ class Lanes:
         self._leaving: dict[str, Lane] = {}
         # What arrives for a parked lane whose position is not stored yet.
         self._keeping: dict[Lane, list[Message]] = {}
+        # Carried for partitions that somebody else still handles, by subject.
+        self._incoming: dict[str, Partition] = {}
+        # To be acknowledged once a record is stored that no longer speaks for their partitions.
+        self._foreign: list[bytes] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -114,6 +128,26 @@ class Lanes:
             self._by_subject.clear()  # only a short cut: the next delivery finds its lane again
         self._partitions = dict(partitions)
         self._position_of = position_of
+        for subject in self._incoming.keys() & partitions.keys():
+            lane = self._lanes.get(self._incoming.pop(subject).id)
+            if lane and lane.incoming:
+                lane.incoming = False
+                self._released.pop(lane.ownership.partition.id, None)
+                self._refence(lane, self._ownership(lane.ownership.partition))
+                self.skip_to({lane.ownership.partition.id: position_of(lane.ownership.partition.id, subject)})
+                self._be_careful(lane)
+                self.wake(lane)
+
+    def expect(self, incoming: Mapping[str, Partition]) -> None:
+        """Replace the set of partitions (by subject) that are delivered here while somebody else handles them."""
+        for subject in self._incoming.keys() - incoming.keys():
+            lane = self._lanes.get(self._incoming[subject].id)
+            if lane and lane.incoming:
+                lane.phase = Phase.CLOSED
+                del self._lanes[lane.ownership.partition.id]
+                self._abandon(lane)
+        self._incoming = dict(incoming)
+        self._by_subject.clear()
 
     def gain(self, partition: Partition, position: int, *, feed_to: int = 0) -> None:
         """Take up a partition whose unfinished messages lie below what has been delivered already."""
@@ -126,15 +160,44 @@ class Lanes:
 
     def _open(self, partition: Partition, position: int) -> Lane:
         """Give a partition its lane; one whose last handler still runs goes on with the same."""
-        position = max(position, self._released.pop(partition.id, 0))
+        if partition.subject not in self._incoming:
+            position = max(position, self._released.pop(partition.id, 0))
         lane = self._leaving.pop(partition.id, None)
         if lane is None:
             lane = Lane(self._ownership(partition), position)
+            lane.incoming = partition.subject in self._incoming
+            if lane.incoming:
+                lane.phase = Phase.HELD
+            else:
+                self._be_careful(lane)
         else:
             lane.phase = Phase.RUNNING
             self._refence(lane, self._ownership(partition))
         self._lanes[partition.id] = lane
         return lane
+
+    def _be_careful(self, lane: Lane) -> None:
+        lane.careful_to = self.careful.get(lane.ownership.partition.id, 0)
+        if lane.careful_to:
+            lane.phase = Phase.HELD
+
+    def wake(self, lane: Lane) -> None:
+        """Let a lane that was held go on, unless something else holds it."""
+        if lane.phase is not Phase.HELD or lane.incoming:
+            return
+        if lane.careful_to:
+            self.on_held(lane)
+        else:
+            self.let_through(lane)
+
+    def let_through(self, lane: Lane) -> None:
+        """Nothing holds the lane any more."""
+        lane.phase = Phase.READY if lane.waiting else Phase.IDLE
+        if lane.waiting:
+            self.ready.append(lane)
+            self.on_ready()
+        elif lane.parked:
+            self.on_starved(lane)
 
     def _ownership(self, partition: Partition) -> Ownership:
         return Ownership(partition, self._stream, self._worker_id, self.fences.get(partition.id, 0))
@@ -204,6 +267,8 @@ class Lanes:
                 message.reply = b""
         for positions in (self._lanes, self._leaving, self._released, self._keeping, self._by_subject):
             positions.clear()
+        self._foreign.clear()
+        self.trying.clear()
         self.held = self._evicted_below = 0
         self.next_seq = self.cursor = 1
 
@@ -247,12 +312,24 @@ class Lanes:
 
     def _abandon(self, lane: Lane) -> None:
         """Drop what waits in a closed lane: it belongs to the next owner, who starts at the position."""
-        self.held -= sum(1 for message in lane.waiting if message.reply) + len(self._keeping.pop(lane, ()))
+        dropped = [message.reply for message in (*lane.waiting, *self._keeping.pop(lane, ())) if message.reply]
+        self.held -= len(dropped)
+        if self.lets_go:
+            # Otherwise the server would deliver them again, here, for as long as the consumer lives.
+            self._foreign += dropped
         lane.waiting.clear()
         partition_id = lane.ownership.partition.id
+        self.trying.pop(partition_id, None)
         if self._leaving.get(partition_id) is lane:
             del self._leaving[partition_id]
             self._released[partition_id] = lane.position
+            self.on_left()
+
+    def forget_foreign(self) -> None:
+        """A record is stored that speaks for none of what was let go: acknowledge it."""
+        foreign, self._foreign = self._foreign, []
+        for reply in foreign:
+            self._ack(reply)
 
     @property
     def floor(self) -> int:
@@ -271,11 +348,12 @@ class Lanes:
 
     def positions(self) -> Iterator[tuple[str, int]]:
         """Partition id and position of every lane."""
-        return ((partition_id, lane.position) for partition_id, lane in self._lanes.items())
+        return ((pid, lane.position) for pid, lane in self._lanes.items() if not lane.incoming)
 
     def behind(self) -> dict[str, int]:
         """Positions that the floor does not speak for: of released partitions and of parked lanes."""
-        return self._released | {pid: lane.position for pid, lane in self._lanes.items() if lane.behind}
+        own = {pid: lane.position for pid, lane in self._lanes.items() if lane.behind and not lane.incoming}
+        return self._released | own
 
     def known_position(self, partition_id: str) -> int:
         """Where a partition stands that is owned, or was once; 0 when it has no position here."""
@@ -287,12 +365,13 @@ class Lanes:
     def deliver(self, subject: bytes, reply: bytes, header: bytes | None, payload: bytes, seq: int) -> None:
         """Take in one delivery (the pull engine calls this for each message)."""
         entry = self._by_subject.get(subject) or self._route(subject)
-        if entry is None:
-            return
-        lane, name = entry
         self.cursor = seq + 1
         if seq >= self.next_seq:
             self.next_seq = seq + 1
+        if entry is None:
+            self._not_ours(subject, reply)
+            return
+        lane, name = entry
         message = Message(name, payload, seq, lane.ownership, reply, header, _now())
         if lane.phase is _IDLE and seq >= lane.position and not lane.parked:
             # By far the most frequent case, and what `offer` would answer: nothing waits in this lane.
@@ -304,8 +383,20 @@ class Lanes:
         verdict = lane.offer(message)
         if verdict is _ACCEPTED:
             self.held += 1
+            if lane.phase is _HELD:
+                self.wake(lane)
         else:
             self._refuse(lane, message, verdict)
+
+    def _not_ours(self, subject: bytes, reply: bytes) -> None:
+        """Deal with a delivery that somebody else handles, or is going to."""
+        if not self.lets_go:
+            return
+        if subject.decode("utf-8", "replace") in self._incoming:
+            # No record speaks for it, so nobody takes the acknowledgement for a position.
+            self._ack(reply)
+        else:
+            self._foreign.append(reply)
 
     def _refuse(self, lane: Lane, message: Message, verdict: Verdict) -> None:
         """Deal with a delivery that is not simply the next one."""
@@ -320,7 +411,10 @@ class Lanes:
             else:
                 self._acks.ack(message.reply)
         elif verdict is Verdict.DUPLICATE:
-            self._metrics.redeliveries.value += 1
+            if any(waits.seq == message.seq and not waits.reply for waits in lane.waiting):
+                self._acks.ack(message.reply)  # it was read from the stream before it was delivered
+            else:
+                self._metrics.redeliveries.value += 1
         else:
             self.held += 1
             _log.error("a message was overtaken", **log_fields(message))
@@ -343,6 +437,8 @@ class Lanes:
         """Find or make the lane of a subject that was not seen before; None when it is not ours."""
         name = subject.decode("utf-8", "replace")
         partition = self._partitions.get(name)
+        if partition is None and not self.lets_go:
+            partition = self._incoming.get(name)
         if partition is None:
             owner = next((p for s, p in self._partitions.items() if covers(s, name)), None)
             if owner is None:
@@ -393,6 +489,8 @@ class Lanes:
             return
         if lane.phase is _CLOSED:
             self._abandon(lane)
+        elif lane.careful_to:
+            self._go_on_carefully(lane)
         elif lane.waiting:
             lane.phase = _READY
             self.ready.append(lane)
@@ -400,6 +498,19 @@ class Lanes:
             lane.phase = _IDLE
             if lane.parked:
                 self.on_starved(lane)
+
+    def _go_on_carefully(self, lane: Lane) -> None:
+        self.trying.pop(lane.ownership.partition.id, None)
+        lane.phase = Phase.HELD
+        if lane.waiting:
+            self.wake(lane)
+        elif lane.parked:
+            self.on_starved(lane)
+
+    def bury_head(self, lane: Lane, reason: str) -> None:
+        """Dead-letter the head of a lane that is held, without starting it."""
+        lane.phase = Phase.RUNNING
+        self._spawn(self._bury(lane, lane.waiting[0], reason))
 
     def put_back(self, lane: Lane) -> None:
         """A runner took a lane and started nothing: its permission had ended."""
@@ -456,6 +567,8 @@ class Lanes:
             lane.phase = Phase.READY
             self.ready.append(lane)
             self.on_ready()
+        elif lane.waiting:
+            self.wake(lane)
 
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,9 +1,10 @@
-"""Parking: a partition that does not move must not take the room of the others.
+"""Parking and feeding: lanes that read their messages from the stream itself.
 
-Unacknowledged messages of a stuck partition would fill MaxAckPending until nothing else is delivered. So its lane
-is parked: the position is stored first, then what waits behind the head is acknowledged and let go, and when the
-head is done at last the lane is fed from the stream, in order, until it has caught up. Only on streams with limits
-retention: elsewhere an acknowledgement deletes.
+A partition that does not move must not take the room of the others: its unacknowledged messages would fill
+MaxAckPending until nothing else is delivered. So its lane is parked: the position is stored first, then what waits
+behind the head is acknowledged and let go, and when the head is done at last the lane is fed from the stream, in
+order, until it has caught up. A partition that was gained with a backlog begins like that. However long the backlog,
+a lane holds one page of it. Only on streams with limits retention: elsewhere an acknowledgement deletes.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from weakref import WeakSet
 
 import structlog
 
 from parti.core.lane import Lane, Phase, lanes_to_park
 from parti.errors import PartiError
-from parti.jetstream.api import JetStreamApi
+from parti.jetstream.backlog import BacklogReader
 from parti.model.message import Message, StoredMessage
 from parti.telemetry.metrics import Metrics
 from parti.worker.lanes import Lanes
@@ -26,7 +28,13 @@ _log = structlog.get_logger("parti.parking")
 _LOOK_INTERVAL_S = 0.1
 _PATIENCE_S = 1.0
 _PATIENCE_TIMES = 4
-_FEED_AT_ONCE = 64
+_FIRST_PAGE, _PAGE = 32, 256
+"""Large pages are quicker in all, but with many lanes at once everybody would wait long for a first message."""
+_PAGE_BYTES = 1 << 20
+_MOST_MESSAGES = 16_384
+_MOST_BYTES = 64 << 20
+"""What all lanes together may hold of what was read from the stream; each gets a page, however small."""
+_READS_AT_ONCE = 8
 _RETRY_S = 0.5
 
 
@@ -39,19 +47,19 @@ class Parking:
     def __init__(
         self,
         lanes: Lanes,
-        api: JetStreamApi,
+        backlog: BacklogReader,
         store: Callable[[], Awaitable[bool]],
         metrics: Metrics,
         *,
-        stream: str,
         limit: int,
     ) -> None:
         self._lanes = lanes
-        self._api = api
+        self._backlog = backlog
         self._store = store
         self._metrics = metrics
-        self._stream = stream
         self._limit = limit
+        self._fed_once: WeakSet[Lane] = WeakSet()
+        self._turns = asyncio.Semaphore(_READS_AT_ONCE)
         self._feeding: dict[Lane, asyncio.Task[None]] = {}
         lanes.on_starved = self._feed_soon
 
@@ -117,30 +125,40 @@ class Parking:
         self._lanes.fed(lane)
 
     async def _read(self, lane: Lane) -> tuple[list[Message], bool]:
-        """Messages from where the lane left off, and whether nothing that it let go lies beyond them."""
-        pattern, seq = lane.ownership.partition.subject, lane.feed_from
-        messages: list[Message] = []
-        while len(messages) < _FEED_AT_ONCE and seq <= lane.parked_to:
-            bound = lane.parked_to
+        """The next page from where the lane left off, and whether nothing that it let go lies beyond it."""
+        ownership, bound = lane.ownership, lane.parked_to
+        first = lane not in self._fed_once
+        self._fed_once.add(lane)
+        sharing = max(1, sum(other.parked for other in self._lanes.all()))
+        async with self._turns:
             try:
-                stored = await self._api.next_on_subject(self._stream, pattern, seq)
-            except PartiError as error:
-                _log.warning("parked partition cannot be read, will try again", partition=pattern, error=str(error))
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if stored is None:
-                # Deleted or expired, unless more was let go while we asked.
-                return messages, lane.parked_to == bound
-            seq = stored.seq + 1
-            messages.append(
-                StoredMessage(
-                    stored.subject,
-                    stored.data,
-                    stored.seq,
-                    lane.ownership,
-                    header=stored.header,
-                    received_s=time.time(),
-                    stored_at=stored.stored_at,
+                page = await self._backlog.read(
+                    ownership.partition.subject,
+                    lane.feed_from,
+                    up_to=bound,
+                    batch=max(1, min(_FIRST_PAGE if first else _PAGE, _MOST_MESSAGES // sharing)),
+                    max_bytes=max(1, min(_PAGE_BYTES, _MOST_BYTES // sharing)),
                 )
+            except PartiError as error:
+                _log.warning(
+                    "partition cannot be read from the stream, will try again",
+                    partition=ownership.partition.id,
+                    error=str(error),
+                )
+                await asyncio.sleep(_RETRY_S)
+                return [], False
+        received_s = time.time()
+        messages: list[Message] = [
+            StoredMessage(
+                stored.subject,
+                stored.data,
+                stored.seq,
+                ownership,
+                header=stored.header,
+                received_s=received_s,
+                stored_at=stored.stored_at,
             )
-        return messages, False
+            for stored in page.messages
+        ]
+        # More may have been let go while we asked.
+        return messages, page.exhausted and lane.parked_to == bound

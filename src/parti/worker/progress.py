@@ -39,8 +39,13 @@ class ProgressKeeper:
     in the meantime. Losing a write costs repeats after a crash, never a message.
     """
 
-    def __init__(self, store: ProgressStore, worker_id: str, metrics: Metrics, health: Health) -> None:
+    def __init__(
+        self, store: ProgressStore, worker_id: str, metrics: Metrics, health: Health, *, incarnation: int = 0
+    ) -> None:
+        self.closed = False
+        """From now on the record says that the worker stopped in good order."""
         self._store = store
+        self._incarnation = incarnation
         self._key = f"progress.{worker_id}"
         self._metrics = metrics
         self._health = health
@@ -49,9 +54,9 @@ class ProgressKeeper:
         self._lock = asyncio.Lock()
         self._written: Progress | None = None
 
-    async def continues(self, store: ProgressStore) -> bool:
-        """Go on with another store; False when somebody else has written the record since."""
-        self._store = store
+    async def continues(self, store: ProgressStore, incarnation: int) -> bool:
+        """Go on under another lease; False when somebody else has written the record since."""
+        self._store, self._incarnation = store, incarnation
         entry = await store.get(self._key)
         if entry is None or not entry.value:
             # The bucket is a new one: what is known here is all that is left.
@@ -98,7 +103,7 @@ class ProgressKeeper:
             return await self._save(summarise)
 
     async def _save(self, summarise: Callable[[str], Progress], *, again: bool = False) -> bool:
-        progress = summarise(self._writer)
+        progress = msgspec.structs.replace(summarise(self._writer), incarnation=self._incarnation, closed=self.closed)
         if progress == self._written:
             return True
         try:

@@ -14,20 +14,22 @@ from parti.config import Settings
 from parti.core.retry import RetryPolicy
 from parti.errors import PartiError
 from parti.jetstream.api import JetStreamApi, StreamInfo
+from parti.jetstream.backlog import BacklogReader
 from parti.jetstream.connection import Connection
 from parti.jetstream.wire import Wire
-from parti.model.fleet import Grant
 from parti.model.partition import PartitionLike, Template
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 from parti.telemetry.tasks import watched
 from parti.worker.acks import AckWriter
+from parti.worker.caution import Caution
 from parti.worker.consumer import ConsumerPorts, WorkerConsumer
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.lanes import Lanes
 from parti.worker.parking import Parking
 from parti.worker.progress import ProgressKeeper, ProgressStore
 from parti.worker.runners import Handler, make_runners
+from parti.worker.starts import Granted
 from parti.worker.unordered import UnorderedLanes
 
 _log = structlog.get_logger("parti.reader")
@@ -51,26 +53,32 @@ class ReaderPorts:
     health: Health
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Fence tokens and positions of partitions, and which stream the positions are in."""
-
-    grants: Mapping[str, Grant]
-    stream_created: str
-
-
 class Reader:
     """Reads and handles partitions from `start` to `stop`, as the worker that `settings.worker_id` names."""
 
-    def __init__(self, ports: ReaderPorts, settings: Settings, store: ProgressStore, *, each_subject: bool) -> None:
+    def __init__(
+        self,
+        ports: ReaderPorts,
+        settings: Settings,
+        store: ProgressStore,
+        *,
+        each_subject: bool,
+        incarnation: int = 0,
+        entitled: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`entitled` tells whether the worker id is still held; `incarnation` counts its holders."""
         assert settings.worker_id
+        self.entitled = entitled
         self.settings = settings
         self.worker_id = settings.worker_id
         self._ports = ports
         self._each_subject = each_subject
-        self._progress = ProgressKeeper(store, settings.worker_id, ports.metrics, ports.health)
+        self._progress = ProgressKeeper(
+            store, settings.worker_id, ports.metrics, ports.health, incarnation=incarnation
+        )
         self._upkeep: list[asyncio.Task[None]] = []
         self._consumer: WorkerConsumer | None = None
+        self._backlog: BacklogReader | None = None
         self._counted = (0, time.perf_counter())
         self._rate = 0.0
         self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
@@ -84,6 +92,7 @@ class Reader:
             metrics=ports.metrics,
             each_subject=each_subject,
         )
+        self._caution = Caution(self._lanes, self.store_progress, limit=settings.crash_limit)
         self._runners = make_runners(
             self._lanes, ports.handler, timeout_s=settings.handler_timeout_s, threads=settings.handler_threads
         )
@@ -122,7 +131,16 @@ class Reader:
         stream = await ports.api.stream_info(ports.stream.name)
         progress = await self._progress.load(stream)
         consumer = WorkerConsumer(
-            ConsumerPorts(ports.api, ports.connection, ports.wire, self._lanes, ports.metrics, ports.health),
+            ConsumerPorts(
+                ports.api,
+                ports.connection,
+                ports.wire,
+                self._lanes,
+                ports.metrics,
+                ports.health,
+                self._is_entitled,
+                self._on_new_stream,
+            ),
             settings,
             ports.template,
             stream,
@@ -136,9 +154,8 @@ class Reader:
         try:
             if settings.ordered and ports.stream.retention == "limits":
                 limit = int(settings.backpressure * settings.max_ack_pending)
-                parking = Parking(
-                    self._lanes, ports.api, self.store_progress, ports.metrics, stream=ports.stream.name, limit=limit
-                )
+                self._backlog = BacklogReader(ports.api, ports.wire, stream, connection=ports.connection)
+                parking = Parking(self._lanes, self._backlog, self.store_progress, ports.metrics, limit=limit)
                 self._upkeep.append(watched(parking.run(), "parking", ports.health))
             await consumer.start(partitions)
         except BaseException:
@@ -158,20 +175,41 @@ class Reader:
             self._take(self._consumer, granted)
         await self._consumer.update_worker_consumer(self.worker_id, partitions)
 
+    def let_go(self, keep: Iterable[PartitionLike], granted: Granted, left: Callable[[], None]) -> bool:
+        """Handle nothing more of partitions that are not in `keep`; see `WorkerConsumer.let_go`.
+
+        `left` is called whenever a handler has ended that still ran when its partition was let go.
+        """
+        self._lanes.on_left = left
+        if self._consumer is None:
+            return False
+        self._take(self._consumer, granted)
+        return self._consumer.let_go(keep)
+
     def _take(self, consumer: WorkerConsumer, granted: Granted) -> None:
         self._lanes.fence({partition: grant.fence_token for partition, grant in granted.grants.items()})
+        if self.settings.ordered:
+            self._caution.take(granted.grants)
         positions = {p: g.position for p, g in granted.grants.items()}
-        consumer.grant(positions, granted.stream_created)
+        consumer.grant(granted)
         if granted.stream_created == consumer.stream_created:
             self._lanes.skip_to(positions)
+
+    def _is_entitled(self) -> bool:
+        return self.entitled()
+
+    def _on_new_stream(self, stream: StreamInfo) -> None:
+        if self._backlog:
+            self._backlog.follow(stream)
 
     def permit(self, until_s: float) -> None:
         """Allow handlers to be started until then (`time.perf_counter`)."""
         self._lanes.permit(until_s)
 
-    async def continues(self, store: ProgressStore) -> bool:
+    async def continues(self, store: ProgressStore, incarnation: int, entitled: Callable[[], bool]) -> bool:
         """Go on under a new lease of the same id; False when somebody else has used the id in between."""
-        return await self._progress.continues(store)
+        self.entitled = entitled
+        return await self._progress.continues(store, incarnation)
 
     @property
     def busy(self) -> Sequence[str]:
@@ -188,10 +226,13 @@ class Reader:
         if not self._consumer:
             return True
         try:
-            return await self._progress.save(self._consumer.summarise)
+            stored = await self._progress.save(self._consumer.summarise)
         except PartiError as error:
             _log.error("positions not stored", error=str(error))
             return False
+        if stored:
+            self._lanes.forget_foreign()
+        return stored
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,6 +244,7 @@ class Reader:
         if drain:
             clean = await self._runners.drain(self.settings.drain_timeout_s)
             await self._settle_dead_letters()
+        await self._caution.stop()
         await self._runners.stop()
         self._stop_listening()
         self._stop_listening = _nothing
@@ -211,6 +253,7 @@ class Reader:
         await self._end_upkeep()
         if self._consumer and store:
             self._acks.flush()
+            self._progress.closed = drain and clean
             clean = await self.store_progress() and clean
         return clean
 

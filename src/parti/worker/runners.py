@@ -274,7 +274,7 @@ class ThreadRunners:
             if lane.phase is not Phase.READY:
                 return
             lane.phase = Phase.RUNNING
-            batch = list(islice(lane.waiting, _BATCH))
+            batch = list(islice(lane.waiting, 1 if lane.careful_to else _BATCH))
             lane.taken_to = batch[-1].seq
             lane.started_s = time.perf_counter()
             self._running += 1

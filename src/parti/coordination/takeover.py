@@ -1,0 +1,115 @@
+"""What a partition's last owner left behind: how far it got, and whether it died over a message.
+
+Positions come from the records of previous owners, from the claims, and for partitions that were never claimed from
+any record. Guards NoLoss and NoRepeatOnPlannedMove: whoever gets a partition starts where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from parti.coordination.control_plane import ControlPlane
+from parti.core.progress import Progress, decode_progress
+from parti.jetstream.api import StreamInfo
+from parti.jetstream.kv import Entry
+from parti.model.fleet import Claim, FleetRecord, key_of, name_of
+from parti.model.partition import Template
+
+
+@dataclass(frozen=True, slots=True)
+class Estate:
+    """What the next owner has to know of a partition, as fields of its claim."""
+
+    position: int
+    stream_created: str
+    careful_to: int = 0
+    suspect: int = 0
+    deaths: int = 0
+
+
+class Takeovers:
+    """Reads what is known of partitions that are about to change hands."""
+
+    def __init__(self, plane: ControlPlane, stream: str, template: Template, fleet: FleetRecord) -> None:
+        self._plane = plane
+        self._stream = stream
+        self._template = template
+        self._fleet = fleet
+        self._records: dict[str, Progress] = {}
+
+    async def read(self, claims: Mapping[str, Claim | None]) -> Estates:
+        """Look up partitions by the claims that they have now (None: they were never claimed)."""
+        stream = await self._plane.api.stream_info(self._stream)
+        if None in claims.values():
+            # Never claimed, but a worker may know of them: from before a reset, or from working alone.
+            found = await self._plane.read("progress.>")
+            self._records |= _records((name_of(key), entry) for key, entry in found.items())
+        owners = {claim.owner for claim in claims.values() if claim and claim.owner}
+        entries = await asyncio.gather(*(self._plane.bucket.get(key_of("progress", owner)) for owner in owners))
+        self._records |= _records(zip(owners, entries, strict=True))
+        return Estates(stream, self._template, self._fleet, claims, self._records)
+
+
+class Estates:
+    """What was found, partition by partition."""
+
+    def __init__(
+        self,
+        stream: StreamInfo,
+        template: Template,
+        fleet: FleetRecord,
+        claims: Mapping[str, Claim | None],
+        records: Mapping[str, Progress],
+    ) -> None:
+        self.stream_created = stream.created
+        self._last_seq = stream.last_seq
+        self._template = template
+        self._first = fleet.first_seq if fleet.stream_created == stream.created else 1
+        self._claims = claims
+        self._records = {
+            worker: record
+            for worker, record in records.items()
+            if (record.stream, record.stream_created) == (stream.name, stream.created)
+        }
+
+    def position(self, partition_id: str) -> int:
+        """The position of a partition; where the fleet began, when nobody has ever had it."""
+        claim, subject = self._claims.get(partition_id), self._template.partition(partition_id).subject
+        known = claim.position if claim and claim.stream_created == self.stream_created else self._first
+        if claim and claim.owner:
+            records = [self._records[claim.owner]] if claim.owner in self._records else []
+        else:
+            records = list(self._records.values()) if claim is None else []
+        return max([known, *(record.position(partition_id, subject) for record in records)])
+
+    def of(self, partition_id: str, *, planned: bool) -> Estate:
+        """What the next owner gets; `planned`: the last one let go of it by itself."""
+        claim, position = self._claims.get(partition_id), self.position(partition_id)
+        if claim is None or not claim.owner or planned:
+            return Estate(position, self.stream_created)
+        record = self._records.get(claim.owner)
+        suspect, deaths = claim.suspect, claim.deaths
+        if record and record.incarnation == claim.incarnation:
+            if record.closed:
+                return Estate(position, self.stream_created)
+            tried = record.trying.get(partition_id, 0)
+            if tried >= position:
+                suspect, deaths = tried, deaths + 1 if tried == suspect else 1
+        if suspect < position:
+            suspect = deaths = 0
+        return Estate(position, self.stream_created, self._last_seq, suspect, deaths)
+
+
+def _records(found: Iterable[tuple[str, Entry | None]]) -> dict[str, Progress]:
+    records = {}
+    for worker, entry in found:
+        if entry and entry.value:
+            try:
+                records[worker] = decode_progress(entry.value)
+            except (msgspec.ValidationError, msgspec.DecodeError):
+                continue
+    return records

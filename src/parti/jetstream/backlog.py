@@ -1,0 +1,259 @@
+"""The backlog reader: what a stream already holds on one subject, in order and without a hole.
+
+Pages are read by batched direct gets, which any replica answers, and by the leader one message at a time where those
+cannot be had or trusted. Invariants guarded here:
+
+- A page is gap-free from the asked sequence on. Each message of a batch names the one before it and the status at the
+  end names the last one, so whatever was lost on the way shows, and the page ends before it.
+- Only the leader says that there is no more. A replica that lags answers "not found" for what was stored long ago.
+- Only a stream's own copies are believed: mirrors answer too, and keep what their own limits let them keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+import structlog
+
+from parti.errors import ApiError, ConnectionFailed, NotFound, PartiError
+from parti.jetstream.api import JetStreamApi, Stored, StreamInfo
+from parti.jetstream.connection import Connection
+from parti.jetstream.wire import Wire, pub
+
+_log = structlog.get_logger("parti.backlog")
+
+_SILENCE_S = 2.0
+"""A replica that says nothing for so long is given up."""
+_AVOID_S = 30.0
+"""How long the leader is read instead, after a direct get that nobody answered: a hanging replica, no permission."""
+_LEADER_BATCH = 64
+"""Most messages of a page that is read one by one, at about 0.3 ms each."""
+
+_BARE = b"NATS/1.0"
+_MESSAGE = re.compile(
+    rb"(.*)\r\nNats-Stream: ([^\r]+)\r\nNats-Subject: ([^\r]+)\r\nNats-Sequence: (\d+)\r\n"
+    rb"Nats-Time-Stamp: ([^\r]+)\r\nNats-Num-Pending: \d+\r\nNats-Last-Sequence: (\d+)\r\n\r\n",
+    re.DOTALL,
+)
+"""The server's lines come last, whatever headers of the same names the publisher wrote before them."""
+_END = re.compile(rb"NATS/1\.0 204 [^\r]*\r\nNats-Num-Pending: (\d+)\r\nNats-Last-Sequence: (\d+)\r\n\r\n")
+_STATUS = re.compile(rb"NATS/1\.0 (\d{3})([^\r\n]*)\r\n\r\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Consecutive messages of a backlog."""
+
+    messages: tuple[Stored, ...]
+    exhausted: bool
+    """The stream's leader holds nothing more on the subject behind these messages, up to the bound."""
+
+
+class DirectBatch:
+    """The answer to one batched direct get, checked while it comes in.
+
+    `messages` is gap-free at any moment. `ended` is done when nothing that comes later could be used.
+    """
+
+    def __init__(self, stream: str, seq: int, up_to: int) -> None:
+        self._stream = stream.encode()
+        self._seq = seq
+        self._up_to = up_to
+        self._last = 0
+        self.messages: list[Stored] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.heard = 0
+        self.at_end = False
+        """Whoever answered has no more, up to the bound."""
+        self.trouble = ""
+        """Why the batch was given up before its end."""
+
+    def take(self, _subject: bytes, _reply: bytes, header: bytes | None, payload: bytes) -> None:
+        """Take one message from the connection."""
+        self.heard += 1
+        if self.ended.done():
+            return
+        if match := _MESSAGE.fullmatch(header or b""):
+            self._take_message(match, payload)
+        else:
+            self._take_status(header or b"")
+
+    def give_up(self, trouble: str) -> None:
+        """End the batch here; what came so far is good."""
+        if not self.ended.done():
+            self.trouble = trouble
+            self.ended.set_result(None)
+
+    def _take_message(self, match: re.Match[bytes], payload: bytes) -> None:
+        block, stream, subject, seq_text, stamp, before = match.groups()
+        seq = int(seq_text)
+        if stream != self._stream:
+            self.give_up(f"answered by the mirror {stream.decode()}")
+        elif int(before) != self._last or seq < self._seq:
+            self.give_up(f"message {seq} follows {int(before)}, not {self._last}")
+        elif seq > self._up_to:
+            self._end()
+        else:
+            header = block + b"\r\n\r\n" if block != _BARE else None
+            stored_at = datetime.fromisoformat(stamp.decode())
+            self.messages.append(Stored(seq, subject.decode(), payload, header, stored_at))
+            # Last: a message that could not be decoded raises above, and then is a hole like any other.
+            self._last, self._seq = seq, seq + 1
+
+    def _take_status(self, header: bytes) -> None:
+        if match := _END.fullmatch(header):
+            pending, last = int(match[1]), int(match[2])
+            if last != self._last:
+                self.give_up(f"the batch ended with message {last}, the last that came was {self._last}")
+            elif pending:
+                self.ended.set_result(None)
+            else:
+                self._end()
+        elif match := _STATUS.fullmatch(header):
+            if match[1] == b"404":
+                self._end()
+            else:
+                self.give_up((match[1] + match[2]).decode(errors="replace"))
+        else:
+            # Also a stored header block without its end: the server cuts it and writes its own lines into it.
+            self.give_up(f"message after {self._last} cannot be read from a direct get")
+
+    def _end(self) -> None:
+        self.at_end = True
+        self.ended.set_result(None)
+
+
+class BacklogReader:
+    """Reads backlogs of one stream, any number at the same time, and keeps no messages and no subscriptions.
+
+    With `connection`, a read notices at once that the connection broke; without, after two seconds of silence.
+    """
+
+    def __init__(
+        self, api: JetStreamApi, wire: Wire, stream: StreamInfo, *, connection: Connection | None = None
+    ) -> None:
+        self._api = api
+        self._wire = wire
+        self._stream = stream
+        self._connection = connection
+        self._request_subject = f"$JS.API.DIRECT.GET.{stream.name}".encode()
+        self._avoid_until_s = 0.0
+
+    def follow(self, stream: StreamInfo) -> None:
+        """The stream was made anew: read this one from now on; reads that are under way fail."""
+        self._stream = stream
+
+    async def read(self, subject: str, seq: int, *, up_to: int, batch: int, max_bytes: int = 1 << 20) -> Page:
+        """The next messages on `subject` (wildcards allowed) from `seq` to `up_to`, at least one if there is one.
+
+        At most `batch` messages and about `max_bytes`; often fewer, which says nothing: ask again behind the last one
+        until `exhausted`. `up_to` must be a sequence that the stream has reached.
+
+        Raises, where it would say `exhausted`, `NotFound` when the stream is gone or made anew and `ApiError` when
+        it ends before `up_to` (a leader that was deposed and does not know it yet, or a stream that was restored);
+        `ConnectionFailed` and `RequestTimeout` as requests do. Nothing is lost by trying again.
+        """
+        if seq > up_to:
+            return Page((), exhausted=True)
+        created = self._stream.created
+        page = await self._read(subject, max(1, seq), up_to, max(1, batch), max_bytes)
+        if self._stream.created != created:
+            raise NotFound(10059, f"stream {self._stream.name!r} was made anew while its predecessor was read")
+        return page
+
+    async def _read(self, subject: str, seq: int, up_to: int, batch: int, max_bytes: int) -> Page:
+        messages: list[Stored] = []
+        if self._stream.allow_direct and asyncio.get_running_loop().time() >= self._avoid_until_s:
+            answer = await self._get_batch(subject, seq, up_to, batch, max_bytes)
+            messages = answer.messages
+            if messages and (answer.trouble or not answer.at_end):
+                return Page(tuple(messages), exhausted=False)
+        if not messages:
+            return await self._read_from_leader(subject, seq, up_to, min(batch, _LEADER_BATCH), max_bytes)
+        if messages[-1].seq == up_to:
+            return Page(tuple(messages), exhausted=True)
+        try:
+            more = await self._next(subject, messages[-1].seq + 1, up_to)
+        except PartiError:  # the next call meets it again, if it lasts
+            return Page(tuple(messages), exhausted=False)
+        if more is not None and len(messages) < batch:
+            messages.append(more)
+        return Page(tuple(messages), exhausted=more is None)
+
+    async def _read_from_leader(self, subject: str, seq: int, up_to: int, batch: int, max_bytes: int) -> Page:
+        messages: list[Stored] = []
+        size = 0
+        while seq <= up_to and len(messages) < batch and size < max_bytes:
+            try:
+                stored = await self._next(subject, seq, up_to)
+            except PartiError:
+                if not messages:
+                    raise
+                return Page(tuple(messages), exhausted=False)
+            if stored is None:
+                return Page(tuple(messages), exhausted=True)
+            messages.append(stored)
+            seq = stored.seq + 1
+            size += len(stored.data) + len(stored.header or b"")
+        return Page(tuple(messages), exhausted=seq > up_to)
+
+    async def _next(self, subject: str, seq: int, up_to: int) -> Stored | None:
+        """The leader's next message up to the bound; None when it holds none, and is fit to say so."""
+        stored = await self._api.next_on_subject(self._stream.name, subject, seq)
+        if stored is None:
+            # Asked again after the check, because another server may have answered that.
+            await self._check_reached(up_to)
+            stored = await self._api.next_on_subject(self._stream.name, subject, seq)
+        return stored if stored is not None and stored.seq <= up_to else None
+
+    async def _check_reached(self, up_to: int) -> None:
+        """Raise unless this is the stream that we know, read from a server that has all of it up to the bound.
+
+        "None" is also what a deleted stream, its empty successor and a leader cut off from the others would say.
+        """
+        name = self._stream.name
+        now = await self._api.stream_info(name)
+        if now.created != self._stream.created:
+            raise NotFound(10059, f"stream {name!r} was deleted and made anew: its old messages are gone")
+        if now.last_seq < up_to:
+            raise ApiError(
+                0,
+                f"stream {name!r} ends at {now.last_seq} and was expected to reach {up_to}: the server is behind, or "
+                f"the stream was restored from an older copy; try again, or start over from its present end",
+            )
+
+    async def _get_batch(self, subject: str, seq: int, up_to: int, batch: int, max_bytes: int) -> DirectBatch:
+        """Whatever a batched direct get brings; raises `ConnectionFailed` when it cannot be sent."""
+        answer = DirectBatch(self._stream.name, seq, up_to)
+        # Without max_bytes the server sends up to 64 MB at once and cuts off who is slow to read them.
+        body = {"seq": seq, "batch": batch, "next_by_subj": subject, "max_bytes": max_bytes}
+        inbox = self._wire.new_inbox()
+        forget = (
+            self._connection.on_state(lambda *_: answer.give_up("the connection broke")) if self._connection else None
+        )
+        sid = self._wire.subscribe(inbox, answer.take)
+        try:
+            if not self._wire.write(pub(self._request_subject, json.dumps(body).encode(), inbox.encode())):
+                raise ConnectionFailed("not connected; nothing was asked for; try again once the connection is back")
+            await self._wait(answer)
+        finally:
+            self._wire.unsubscribe(sid)
+            if forget:
+                forget()
+        if answer.trouble:
+            _log.info("direct get cut short", stream=self._stream.name, subject=subject, reason=answer.trouble)
+        return answer
+
+    async def _wait(self, answer: DirectBatch) -> None:
+        heard = -1
+        while not answer.ended.done() and answer.heard != heard:
+            heard = answer.heard
+            await asyncio.wait({answer.ended}, timeout=_SILENCE_S)
+        if not answer.ended.done():
+            answer.give_up(f"nothing came for {_SILENCE_S:g} s")
+            if not answer.heard:
+                self._avoid_until_s = asyncio.get_running_loop().time() + _AVOID_S

@@ -1,0 +1,176 @@
+"""An asyncio event loop in virtual time: nothing is waited for, the clock jumps to the next timer.
+
+All simulated processes of a run share one loop. Which of them a callback belongs to stands in its context; what
+belongs to a process that is stopped is kept back until it continues, and what belongs to one that is gone is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Protocol, TypeVar, TypeVarTuple
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+
+class Suspendable(Protocol):
+    """What the loop needs to know of a simulated process."""
+
+    runs: bool
+    """Whether its callbacks are called now."""
+    gone: bool
+    """Whether it will never run again."""
+    kept: list[asyncio.Handle]
+    """Callbacks that wait for it to continue, in order."""
+
+    def now(self, virtual_s: float) -> float:
+        """What its monotonic clock shows at this moment of virtual time."""
+
+    def virtual(self, own_s: float) -> float:
+        """The moment of virtual time at which its monotonic clock shows this."""
+
+
+CURRENT: ContextVar[Suspendable | None] = ContextVar("parti_sim_process", default=None)
+"""The simulated process that the running code belongs to."""
+
+
+class StandstillError(Exception):
+    """Nothing is left that could ever happen, but somebody still waits."""
+
+
+class _Task(asyncio.Task[_T]):
+    """A task whose place in a set does not depend on its address: product code iterates over sets of tasks."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Task[_T]:
+        task: _Task[_T] = super().__new__(cls)
+        task.number = next(_numbers)
+        return task
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+_numbers = count()
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Runs callbacks as asyncio does, with a clock of its own and without any I/O.
+
+    `tasks` keeps every task of the run: one that is collected early would run its `finally` blocks at a moment that
+    no seed decides.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        """Virtual time."""
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.errors: list[dict[str, Any]] = []
+        """What nobody caught."""
+        self.callbacks = 0
+        """How many have been called."""
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._order = count()
+        self.set_exception_handler(lambda _, context: self.errors.append(context))
+
+    def time(self) -> float:
+        """What the running process' monotonic clock shows."""
+        process = CURRENT.get()
+        return self.now_s if process is None else process.now(self.now_s)
+
+    def call_soon(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Call back in the next turn."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call back when the running process' clock shows `when`."""
+        process = CURRENT.get()
+        return self.call_at_virtual(
+            when if process is None else process.virtual(when), callback, *args, context=context
+        )
+
+    def call_at_virtual(
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call back at this moment of virtual time; callbacks of the same moment in the order given."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Coroutine[Any, Any, _T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[_T]:
+        """Make a task that is kept until the run ends."""
+        task: asyncio.Task[_T] = _Task(coro, loop=self, name=name or "task", context=context)
+        self.tasks.append(task)
+        return task
+
+    def resume(self, handles: list[asyncio.Handle]) -> None:
+        """Call back what was kept, before anything else that is ready."""
+        self._ready.extendleft(reversed(handles))
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._timers
+        if not ready:
+            while timers and timers[0][2]._cancelled:
+                heappop(timers)
+            if not timers:
+                raise StandstillError("nothing is left to happen")
+            self.now_s = max(self.now_s, timers[0][0])
+        while timers and timers[0][0] <= self.now_s:
+            timer = heappop(timers)[2]
+            if not timer._cancelled:
+                ready.append(timer)
+        self.callbacks += len(ready)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            process = handle._context.get(CURRENT)  # type: ignore[attr-defined]
+            if process is None or process.runs:
+                handle._run()
+            elif not process.gone:
+                process.kept.append(handle)
+
+    def dispose(self) -> None:
+        """End every coroutine that still waits, and the loop; what they do or raise at their end has no effect."""
+        for task in self.tasks:
+            if not task.done():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                try:
+                    task.get_coro().close()
+                except (Exception, asyncio.CancelledError):
+                    pass  # It wanted to wait for something in a `finally`.
+        self.tasks.clear()
+        self._timers.clear()
+        self.close()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Cancelled timers are left where they are until their moment comes."""
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """There is no I/O."""
+
+    def _write_to_self(self) -> None:
+        """There is no other thread."""

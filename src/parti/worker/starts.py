@@ -1,0 +1,128 @@
+"""Where partitions begin: at their position, by whoever knows it best.
+
+What is known comes from the lanes (this process has handled it), from the rebalancer's grants (somebody else has),
+and from the progress record that an earlier run has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from parti.core.filters import FilterSet
+from parti.core.progress import Progress
+from parti.errors import SubjectMismatch
+from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
+from parti.model.fleet import Grant
+from parti.model.partition import Partition, Template
+from parti.worker.lanes import Lanes
+
+_log = structlog.get_logger("parti.starts")
+_PROBES_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """What the rebalancer lets a worker handle and get ready for, and which stream the positions are in."""
+
+    grants: Mapping[str, Grant] = field(default_factory=dict)
+    stream_created: str = ""
+    incoming: Mapping[str, int] = field(default_factory=dict)
+
+
+class Starts:
+    """Positions of partitions that may have no lane yet, in one stream."""
+
+    def __init__(
+        self,
+        api: JetStreamApi,
+        lanes: Lanes,
+        template: Template,
+        stream: StreamInfo,
+        progress: Progress,
+        *,
+        only_new: bool,
+        each_subject: bool,
+    ) -> None:
+        self.stream = stream
+        self.record = progress
+        self.granted: Granted | None = None
+        """None: nobody grants anything, this worker is on its own."""
+        self._api = api
+        self._lanes = lanes
+        self._template = template
+        self._only_new = only_new
+        self._each_subject = each_subject
+        self._news_from: dict[str, int] = {}
+
+    def position(self, partition_id: str, subject: str) -> int:
+        """Where a partition stands; 0 when nothing is known of it."""
+        known = self._lanes.known_position(partition_id)
+        granted = self.granted
+        if granted and granted.stream_created == self.stream.created:
+            grant = granted.grants.get(partition_id)
+            known = max(known, grant.position if grant else granted.incoming.get(partition_id, 0))
+        return max(known, self._news_from.get(partition_id, 0), self.record.position(partition_id, subject))
+
+    def raise_by(self, info: ConsumerInfo) -> None:
+        """Take in what an existing consumer has acknowledged."""
+        self.record = self.record.raised(info.subjects, info.ack_floor)
+
+    def start_over(self, stream: StreamInfo) -> None:
+        """The stream was made anew: nothing that is known holds."""
+        self.stream = stream
+        self.record = Progress(stream=stream.name, stream_created=stream.created)
+        self._news_from.clear()
+
+    async def last_seq(self) -> int:
+        """The stream's last sequence, by its leader."""
+        return (await self._api.stream_info(self.stream.name)).last_seq
+
+    async def probe(self, partitions: Sequence[Partition]) -> list[int | None]:
+        """The first unfinished message of each partition."""
+        room = asyncio.Semaphore(_PROBES_AT_ONCE)
+
+        async def probe(partition: Partition) -> int | None:
+            async with room:
+                return await self.first_unfinished(partition)
+
+        await self._begin_with_news(partitions)
+        return await asyncio.gather(*(probe(p) for p in partitions))
+
+    async def _begin_with_news(self, partitions: Iterable[Partition]) -> None:
+        """With `start="new"`, partitions that nobody knows of begin at the end of the stream."""
+        unknown = [p.id for p in partitions if not self.position(p.id, p.subject)] if self._only_new else []
+        if unknown:
+            self._news_from |= dict.fromkeys(unknown, await self.last_seq() + 1)
+
+    async def first_unfinished(self, partition: Partition) -> int | None:
+        """Sequence of the first message at or after the partition's position, or None."""
+        start = self.position(partition.id, partition.subject)
+        message = await self._api.next_on_subject(self.stream.name, partition.subject, start)
+        return message.seq if message else None
+
+    # ── at the start ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def no_longer_owned(self, filters: FilterSet) -> list[Partition]:
+        """Partitions that an earlier run owned and this one does not: their positions must not be forgotten."""
+        gone = [s for s in self.record.covered if not self._each_subject and s not in filters.partitions]
+        partitions = []
+        for subject in gone:
+            try:
+                partitions.append(self._template.parse(subject))
+            except SubjectMismatch:
+                _log.warning("the record speaks of a subject that does not fit the template", subject=subject)
+        return partitions
+
+    def parked(self, filters: FilterSet) -> list[Partition]:
+        """Partitions that were parked when the record was written (and not released), and are owned again."""
+        by_id = {p.id: p for p in filters.partitions.values()}
+        found = []
+        for partition_id in self.record.behind:
+            partition = self._template.partition(partition_id) if self._each_subject else by_id.get(partition_id)
+            if partition and self.record.covers(partition.subject):
+                found.append(partition)
+        return found

@@ -1,0 +1,48 @@
+"""Small versions of the chaos programs, on real processes and a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chaos.outcome import Outcome, report
+
+from chaos import kills, moves, rolling, stops
+
+SMALL = ["--partitions", "6", "--rate", "120", "--ttl", "1"]
+pytestmark = pytest.mark.timeout(120)
+LATE = "handled by others within"
+"""How soon others take over is a matter of the machine that the tests run on."""
+
+
+def shown(outcome: Outcome) -> None:
+    """Everything that must be shown was, save figures that a busy machine spoils."""
+    broken = [f"{v.what}: {v.figure}" for v in outcome.verdicts if not v.passed and not v.what.startswith(LATE)]
+    assert not broken, "\n".join([*broken, *outcome.notices])
+    assert outcome.figures["messages"] > 100
+
+
+async def test_nothing_is_lost_when_a_worker_is_killed() -> None:
+    outcome = await kills.run(kills.parse([*SMALL, "--workers", "2", "--kills", "1"]))
+    shown(outcome)
+    assert outcome.figures["faults"] == {"kill": 1}
+
+
+async def test_a_stopped_worker_starts_nothing_when_it_wakes() -> None:
+    outcome = await stops.run(stops.parse([*SMALL, "--workers", "2", "--stops", "1"]))
+    shown(outcome)
+    assert outcome.figures["faults"] == {"stop": 1}
+
+
+async def test_a_rolling_restart_moves_nothing() -> None:
+    shown(await rolling.run(rolling.parse([*SMALL, "--workers", "2"])))
+
+
+@pytest.mark.parametrize("retention", ["interest", "workqueue"])
+async def test_planned_moves_lose_and_repeat_nothing(retention: str, tmp_path: Path) -> None:
+    arguments = ["--workers", "2", "--moves", "12", "--batch", "4", "--hot-rate", "60", "--retention", retention]
+    outcome = await moves.run(moves.parse([*SMALL, *arguments]))
+    shown(outcome)
+    assert outcome.figures["moves by the claims"] == 12
+    assert report(outcome, tmp_path) == 0
+    assert (tmp_path / f"chaos_moves_{retention}.json").exists()
