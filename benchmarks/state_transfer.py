@@ -165,6 +165,7 @@ class Bench:
         await new[1].load(PARTITION, fence=self._fence + 1)
         took_s = time.perf_counter() - began_s
         assert new[0].restored == size
+        await asyncio.gather(old[1].settle(), new[1].settle())
         return took_s
 
     async def _keeper(self, connection: Connection, size: int) -> tuple[Sized, StateKeeper]:

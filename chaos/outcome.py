@@ -65,6 +65,7 @@ def conclude(
             "oldest repeat, s before the fault": found.oldest_repeat_s,
             "handled but not confirmed to the publisher": found.unconfirmed,
             "violations": {rule: count for rule, count in counts.items() if count},
+            "left in the stream": ending.left,
             "faults": dict(site.faults.counts()),
             "worker processes": site.workers.started,
             **(figures or {}),

@@ -179,11 +179,12 @@ class Site:
         await self.rest(1.0)
         crashed += [text for text in self.workers.crashed() if text not in crashed]
         dead_letters = await self._dead_letters()
+        left = (await self.observer.api.stream_info(STREAM)).messages
         codes = await self.workers.end_all()
         self.notes.poll(everything=True)
         jump_s = abs(time.time_ns() - time.monotonic_ns() - self._clock_ns) / 1e9
         findings = check(self.notes, self.faults.interruptions(), in_flight_s=self.load.in_flight_s)
-        return Ending(findings, published, codes, crashed, dead_letters, jump_s)
+        return Ending(findings, published, codes, crashed, dead_letters, left, jump_s)
 
     async def _dead_letters(self) -> int:
         names = await self.observer.api.stream_names()
@@ -208,6 +209,8 @@ class Ending:
     crashed: list[str]
     """Workers that ended by themselves."""
     dead_letters: int
+    left: int
+    """Messages in the stream when all were handled: none where the server removes what is acknowledged."""
     clock_jump_s: float
     """By how much the wall clock, which orders the notes, was set during the run."""
 

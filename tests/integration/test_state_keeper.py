@@ -69,15 +69,20 @@ class Setup:
         self.api = kit.api
         self.store = store
         self.bucket = bucket
+        self._keepers: list[StateKeeper] = []
 
     def keeper(self, handler: Any, pointers: PointerStore | None = None) -> StateKeeper:
-        return StateKeeper(handler, self.store, pointers or self.bucket)
+        self._keepers.append(StateKeeper(handler, self.store, pointers or self.bucket))
+        return self._keepers[-1]
 
     async def pointer(self) -> StatePointer | None:
         entry = await self.bucket.get(state_key(P.id))
         return decode(entry.value, StatePointer) if entry else None
 
     async def chunks(self) -> int:
+        """How many are stored when all keepers have cleared up."""
+        for keeper in self._keepers:
+            await keeper.settle()
         return (await self.api.stream_info(self.store.stream)).messages
 
     async def damage(self, number: int) -> None:
@@ -89,7 +94,9 @@ class Setup:
 @pytest.fixture
 async def setup(kit: Kit) -> AsyncIterator[Setup]:
     store = await StateStore.open(kit.connection, f"b{kit.root}", replicas=1, chunk_bytes=1000, stall_s=5.0)
-    yield Setup(kit, store, await Bucket.open(kit.api, f"b{kit.root}", replicas=1))
+    setup = Setup(kit, store, await Bucket.open(kit.api, f"b{kit.root}", replicas=1))
+    yield setup
+    await setup.chunks()
     await kit.delete_stream(store.stream)
 
 
@@ -378,6 +385,7 @@ async def test_no_more_run_at_once_than_allowed(setup: Setup) -> None:
     keeper = StateKeeper(Counted(), setup.store, setup.bucket, at_once=2)
     partitions = [Partition(f"p{n}", f"t.p{n}", {}) for n in range(6)]
     await asyncio.gather(*(keeper.save(p, position=1, fence=1) for p in partitions))
+    await keeper.settle()
     assert max(counts) == 2
 
 
@@ -492,6 +500,7 @@ async def test_a_connection_that_breaks_again_and_again_changes_nothing(nats_ser
             await keeper.save(P, position=10, fence=1)
             other = StateKeeper(new, store, Bucket(JetStreamApi(connection), name))
             assert await other.load(P, fence=2) == 10
+            await other.settle()
         finally:
             proxy.lose(None)
             await connection.close()

@@ -190,6 +190,7 @@ async def test_older_snapshots_are_removed_and_no_others(store: StateStore) -> N
     before = await save(store, b"before", fence=5, position=10)
     keep = await save(store, some_bytes(2500), fence=5, position=20)
     others = [
+        await save(store, b"begun by this owner since, at the same position", fence=5, position=20),
         await save(store, b"begun by this owner since", fence=5, position=30),
         await save(store, b"of the next owner", fence=6, position=5),
         await save(store, b"another partition", partition="p.q", fence=1, position=1),
@@ -230,17 +231,24 @@ async def test_the_sweep_finds_what_a_process_left_that_died_in_the_middle(store
     assert await chunks_stored(store, kit.api) == 0
 
 
-async def test_the_first_chunk_is_stored_before_any_other_is_sent(store: StateStore, kit: Kit) -> None:
+async def test_the_first_chunk_is_stored_before_any_other_is_sent(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By it the sweep finds what is left of a snapshot: without it the rest would stay for ever."""
-    stored: list[int] = []
+    events: list[tuple[str, str]] = []
+    publish = store._api.publish
 
-    async def watched() -> AsyncIterator[bytes]:
-        for _ in range(2):
-            yield some_bytes(1000)
-            stored.append(await chunks_stored(store, kit.api))
+    async def watched(subject: str, payload: bytes, **options: Any) -> int:
+        number = subject.rpartition(".")[2]
+        events.append(("sent", number))
+        seq = await publish(subject, payload, **options)
+        events.append(("stored", number))
+        return seq
 
-    await store.put("p", watched(), fence=1, position=1)
-    assert stored[0] == 1
+    monkeypatch.setattr(store._api, "publish", watched)
+    await save(store, some_bytes(9000))
+    assert events[:2] == [("sent", "0"), ("stored", "0")]
+    assert sorted(number for event, number in events if event == "stored") == [str(n) for n in range(9)]
 
 
 async def test_a_snapshot_that_stood_still_for_so_long_that_it_may_be_swept_is_not_used(
@@ -446,6 +454,7 @@ async def move_large_state(url: str, name: str) -> None:
         pointer = await keeper.save(partition, position=7, fence=1)
         assert pointer.chunks == LARGE_PIECES * PIECE // CHUNK_BYTES
         assert await keeper.load(partition, fence=2) == 7
+        await keeper.settle()
         grown_kb = memory_kb("VmHWM") - before_kb
         assert handler.read == LARGE_PIECES * PIECE
         assert handler.digest.hexdigest() == pointer.digest

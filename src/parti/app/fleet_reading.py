@@ -12,7 +12,6 @@ from parti.coordination.control_plane import ControlPlane
 from parti.coordination.manager import Manager
 from parti.coordination.worker_ids import Seat
 from parti.core.lease import NEVER_S
-from parti.errors import LeaseLost
 from parti.jetstream.kv import Bucket, Entry
 from parti.model.partition import Partition
 from parti.worker.reader import Reader, ReaderPorts
@@ -22,10 +21,10 @@ _log = structlog.get_logger("parti.worker")
 
 
 class LeasedStore:
-    """The bucket as a worker may write to it: only while it holds its lease.
+    """The bucket as a worker may write to it: each write takes effect only while its lease stands.
 
-    A write that leaves just before the lease ends may arrive after it. That is harmless: positions are facts, and
-    whoever has been given a partition meanwhile goes by its claim.
+    The server compares the lease's revision with every write, so one that arrives late, or comes from a process that
+    has been replaced, changes nothing.
     """
 
     def __init__(self, bucket: Bucket, seat: Seat) -> None:
@@ -37,10 +36,8 @@ class LeasedStore:
         return await self._bucket.get(key)
 
     async def put(self, key: str, value: bytes, *, revision: int) -> int:
-        """Write a key under the lease; raises `LeaseLost` when it has ended."""
-        if not self._seat.lease.held:
-            raise LeaseLost(f"the lease {self._seat.lease.key} has ended")
-        return await self._bucket.put(key, value, revision=revision)
+        """Write a key under the lease, whose holder is its only writer; raises `LeaseLost` when it has ended."""
+        return await self._seat.lease.put(key, value)
 
 
 class FleetReading:
@@ -80,6 +77,7 @@ class FleetReading:
             settings,
             store,
             each_subject=False,
+            pointers=plane.bucket,
             incarnation=seat.incarnation,
             entitled=lambda: seat.lease.held,
         )

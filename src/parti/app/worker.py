@@ -16,12 +16,13 @@ from parti.coordination.manager import Manager
 from parti.coordination.records import Records
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
 from parti.core.fleet_view import FleetState
-from parti.core.retention import retention_named
+from parti.core.retention import INTEREST, LIMITS, retention_named
 from parti.errors import ConfigError, NotFound, PermissionDenied, ServerTooOld, StreamNotFound, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.kv import Bucket
 from parti.jetstream.micro import MicroService, ServiceStats
+from parti.jetstream.state_store import StateStore
 from parti.jetstream.streams import ensure_mapped_stream
 from parti.jetstream.wire import Wire
 from parti.model.partition import Partition, PartitionLike, Template
@@ -34,6 +35,7 @@ from parti.version import __version__
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.reader import Reader, ReaderPorts
 from parti.worker.runners import Handler
+from parti.worker.state import is_stateful
 
 _log = structlog.get_logger("parti.worker")
 
@@ -108,6 +110,7 @@ class Worker:
         else:
             stream = await _find_stream(api, job.stream)
         _check_template(job, stream)
+        _check_retention(job, settings, stream)
         bucket = await Bucket.open(api, settings.bucket, replicas=settings.replicas)
         partitions = await self._check_partitions(api, bucket, stream)
         dead_letters = await DeadLetterStream.open(
@@ -119,6 +122,10 @@ class Worker:
             max_payload=connection.max_payload,
             omit_large=stream.retention == "limits",
         )
+        states = None
+        if is_stateful(job.handler):
+            _check_stateful(job, settings, stream)
+            states = await StateStore.open(connection, settings.state_stream, replicas=settings.replicas)
         ports = ReaderPorts(
             connection,
             api,
@@ -129,6 +136,7 @@ class Worker:
             job.handler,
             self.metrics,
             self.health,
+            states,
         )
         if settings.metrics_port is not None:
             self._server = MetricsServer(self.metrics, self.health, settings.metrics_host, settings.metrics_port)
@@ -171,7 +179,7 @@ class Worker:
         every = self._job.source is None
         if every:
             partitions = [self._job.template.partition(dict.fromkeys(self._job.template.keys, "*"))]
-        self._solo = Reader(ports, settings, bucket, each_subject=every)
+        self._solo = Reader(ports, settings, bucket, each_subject=every, pointers=bucket)
         await self._solo.start(partitions)
 
     async def _join(self, ports: ReaderPorts, service: str) -> None:
@@ -317,6 +325,30 @@ async def _check_alone(ports: ReaderPorts, bucket: Bucket) -> None:
         raise ConfigError(
             f"a fleet runs on bucket {bucket.name!r} ({', '.join(members[:5])}), and working alone beside it would "
             f"handle its messages twice; join it by leaving out --solo (fleet=false), or use another bucket"
+        )
+
+
+def _check_retention(job: Job, settings: Settings, stream: StreamInfo) -> None:
+    """Refuse streams that cannot be served without losing messages."""
+    if settings.fleet and stream.retention == INTEREST.name and isinstance(job.source, Discovered):
+        raise ConfigError(
+            f"stream {stream.name!r} has interest retention: the server drops messages on subjects that nobody reads "
+            f"yet, so partitions cannot be discovered; list them"
+        )
+
+
+def _check_stateful(job: Job, settings: Settings, stream: StreamInfo) -> None:
+    """Refuse to keep state where a crash could not be made good by handling messages again."""
+    if stream.retention != LIMITS.name:
+        raise ConfigError(
+            f"stream {stream.name!r} has {stream.retention} retention, where handled messages are gone and a state "
+            f"cannot be brought up to date after a crash; use limits retention, or a handler without state"
+        )
+    if not settings.ordered:
+        raise ConfigError("a handler with state needs ordered=true: a state has one position")
+    if not settings.fleet and job.source is None:
+        raise ConfigError(
+            "a handler with state needs a list of partitions, or a fleet: each is restored before it begins"
         )
 
 

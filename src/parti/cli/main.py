@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from parti.cli import dev, plan, status, worker, workers
+from parti.cli import dev, drain, move, pause, plan, status, worker, workers
 from parti.errors import PartiError
 from parti.version import __version__
 
@@ -23,6 +23,10 @@ app.command("worker")(worker.worker)
 app.command("status")(status.status)
 app.command("workers")(workers.workers)
 app.command("plan")(plan.plan)
+app.command("move")(move.move)
+app.command("drain")(drain.drain)
+app.command("pause")(pause.pause)
+app.command("resume")(pause.resume)
 app.add_typer(dev.app, name="dev")
 
 

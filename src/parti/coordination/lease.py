@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 from parti.core.lease import NEVER_S, LeaseTerms, epoch
 from parti.errors import ControlPlaneReset, LeaseLost, PartiError, RequestTimeout, WrongRevision
-from parti.jetstream.kv import MARKER_TTL_S, Bucket, Entry, Write, epoch_base
+from parti.jetstream.kv import MARKER_TTL_S, Bucket, Entry, Guard, Write, epoch_base
 
 _END_S = 2.0
+_PUT_S = 1.0
+"""A renewal waits for a write under the lease no longer than this."""
 clock = time.perf_counter
 """The clock that runners look at too, before they start a handler."""
 
@@ -87,6 +89,24 @@ class Lease:
                 await self._adopt()
                 raise
         raise WrongRevision(10071, f"{self.key} changes faster than it can be renewed")
+
+    async def put(self, key: str, value: bytes) -> int:
+        """Write another key, which takes effect only while this lease is ours and not renewed by anybody else.
+
+        One at a time and never beside a renewal: a replicated bucket refuses writes that name the same key while one
+        of them is under way. Raises `LeaseLost`, or another `PartiError` when the outcome is unknown.
+        """
+        async with self._lock:
+            for _ in range(3):
+                if not self.held:
+                    raise LeaseLost(f"the lease {self.key} has ended")
+                try:
+                    guard = Guard(self.key, self._revision)
+                    return await self._bucket.put_guarded(key, value, guard, timeout_s=_PUT_S)
+                except WrongRevision:
+                    # A renewal whose answer got lost may have taken effect.
+                    await self._adopt()
+            raise WrongRevision(10071, f"{self.key} changes faster than {key} can be written")
 
     async def _write(self, value: bytes, extra: Sequence[Write]) -> list[int]:
         sent_s = clock()

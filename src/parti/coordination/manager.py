@@ -15,17 +15,17 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
 
 from parti.coordination.candidacy import Candidacy
 from parti.coordination.control_plane import ControlPlane, agree
+from parti.coordination.duty import Duty, ReadingSide
 from parti.coordination.fleet_parts import FleetParts, Memory
-from parti.coordination.hooks import Hooks, WorkerConsumerUpdater, call_hooks
+from parti.coordination.hooks import Hooks, call_hooks
 from parti.coordination.lease import clock
 from parti.coordination.standing import Standing
 from parti.coordination.worker_ids import Profile, Seat, WorkerIds
@@ -51,32 +51,6 @@ from parti.version import __version__
 
 _log = structlog.get_logger("parti.manager")
 _RETRY_S = 0.5
-_BUSY_S = 0.2
-"""How soon positions that could not be stored are tried again, with partitions to give away."""
-
-
-class ReadingSide(WorkerConsumerUpdater, Protocol):
-    """What the manager needs of whoever reads and handles."""
-
-    async def seated(self, seat: Seat, plane: ControlPlane) -> None:
-        """This process holds a worker id now: get ready to read under it, but start nothing yet."""
-
-    def permit(self, until_s: float) -> None:
-        """Handlers may be started until this moment of the monotonic clock; `-inf`: not at all."""
-
-    def let_go(self, keep: Sequence[Partition], told: Callable[[], None]) -> bool:
-        """Start nothing more in partitions that are not among `keep`, and begin at once with new ones that are ready.
-
-        Returns whether that is all it takes for others to get them, once `settle` names them no longer; otherwise the
-        consumer has to be updated first. `told` is called when a handler that still ran has ended.
-        """
-        ...
-
-    async def settle(self) -> Sequence[str]:
-        """Store the positions; returns the partitions that were let go and whose handler still runs."""
-
-    def report(self) -> Mapping[str, Any]:
-        """Fields of `HealthRecord` that the reading side knows."""
 
 
 class Manager:
@@ -97,19 +71,11 @@ class Manager:
         self._over: asyncio.TimerHandle | None = None
         self._leader: LeaderRecord | None = None
         self._last_id: str | None = None
-        self._offered: Assignment | None = None
-        self._applied: Assignment | None = None
-        self._partitions: tuple[Partition, ...] = ()
-        self._busy: tuple[str, ...] = ()
-        self._settled_version = 0
-        """Of the assignment: what it took away has been let go, but for the busy ones; positions are stored."""
-        self._ready_version = 0
-        """Of the assignment: all of its partitions, incoming ones included, are being read."""
+        self._duty = Duty(parts, reading, hooks, self._on_duty_changed)
         self._memory = Memory()
         self._health_revision = 0
-        self._news = asyncio.Event()
         self._beat = asyncio.Event()
-        self._ready = asyncio.Event()
+        self._renew_now = False
         self._stopping = False
         self._candidacy: Candidacy | None = None
         self._running: asyncio.Task[None] | None = None
@@ -129,12 +95,12 @@ class Manager:
     @property
     def partitions(self) -> tuple[Partition, ...]:
         """What this worker owns now."""
-        return self._partitions
+        return self._duty.partitions
 
     @property
     def offered(self) -> Assignment | None:
         """The newest assignment."""
-        return self._offered
+        return self._duty.offered
 
     @property
     def leads(self) -> bool:
@@ -156,11 +122,11 @@ class Manager:
 
     async def wait_assigned(self) -> None:
         """Return once the first assignment has been applied."""
-        await self._ready.wait()
+        await self._duty.ready.wait()
 
     async def drain(self) -> None:
         """Say that this worker is about to leave, and take no new assignment."""
-        self._stopping = True
+        self._stopping = self._duty.stopping = True
         seat = self._seat
         if seat is None or not seat.lease.held:
             return
@@ -168,6 +134,7 @@ class Manager:
         if not (seat.record.identity and self._settings.rejoin_s):
             # Somebody who is expected back keeps its partitions; others give them away.
             seat.describe(state="draining")
+        self._renew_now = True
         try:
             await self._try_beat(seat)
         except LeaseLost as error:
@@ -175,7 +142,7 @@ class Manager:
 
     async def stop(self) -> bool:
         """Leave: resign from roles, give the id back; False when that could not be confirmed."""
-        self._stopping = True
+        self._stopping = self._duty.stopping = True
         if self._running:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -206,9 +173,8 @@ class Manager:
         seat = await ids.take(applicant, self._profile(), floor=self._memory.floor)
         self._memory.knows(seat.incarnation)
         self._plane, self._seat = plane, seat
-        self._settled_version = self._ready_version = 0
         self._last_id = seat.worker_id
-        self._offered = None
+        self._duty.begin(seat.worker_id)
         self._health_revision = 0
         parts.metrics.worker_id = seat.worker_id
         seat.lease.on_renewed = self._renewed
@@ -287,7 +253,7 @@ class Manager:
         """Nothing may be started any more until an id is held again."""
         self._reading.permit(NEVER_S)
         self._seat = None
-        self._applied = None
+        self._duty.end()
         _log.error("stopped handling", reason=str(error))
         self._standing.set(FleetState.DEGRADED, str(error))
         await call_hooks(self._hooks.on_error, (error,), worker_id=self.worker_id, metrics=self._parts.metrics)
@@ -317,7 +283,7 @@ class Manager:
             reset,
             asyncio.ensure_future(watch.start()),
             asyncio.ensure_future(self._keep_beating(seat, plane)),
-            asyncio.ensure_future(self._keep_applying(seat)),
+            *(asyncio.ensure_future(each) for each in self._duty.runs()),
             *(asyncio.ensure_future(each) for each in self._candidacy.runs()),
         ]
         watching = tasks[1]
@@ -342,9 +308,8 @@ class Manager:
         if kind == "assignment":
             offered = _decoded(entry, Assignment)
             if offered and self._seat and offered.incarnation == self._seat.incarnation:
-                self._offered = offered
                 self._memory.knows(offered.term, *(grant.fence_token for grant in offered.partitions.values()))
-                self._news.set()
+                self._duty.offer(offered)
             return
         if name == "rebalancer":
             self._leader = _decoded(entry, LeaderRecord)
@@ -353,6 +318,7 @@ class Manager:
             self._candidacy.hint(name)
 
     def _on_connection(self, state: ConnectionState, reason: str) -> None:
+        self._renew_now = True
         self._beat.set()
         if state is not ConnectionState.CONNECTED and self._settings.takeover_on_disconnect:
             # Others may end our lease now; the next renewal tells.
@@ -367,7 +333,7 @@ class Manager:
         if self._seat:
             left_s = max(0.0, self._seat.lease.ends_at_s - clock())
             self._over = asyncio.get_running_loop().call_later(left_s, self._lease_over)
-        if self._seat and self._applied and self._applied.incarnation == self._seat.incarnation:
+        if self._seat and self._duty.began_under(self._seat.incarnation):
             self._reading.permit(self._seat.lease.ends_at_s)
 
     def _lease_over(self) -> None:
@@ -382,6 +348,7 @@ class Manager:
             self._beat.clear()
             beaten = await self._try_beat(seat)
             if not beaten:
+                self._renew_now = True
                 await _check_reset(plane)
                 pause_s = seat.lease.terms.retry_after(clock(), seat.lease.ends_at_s)
             else:
@@ -397,9 +364,9 @@ class Manager:
         seat.describe(client=client_ref(self._parts.connection))
         record = HealthRecord(
             incarnation=seat.incarnation,
-            applied=self._settled_version,
-            busy=self._busy,
-            ready=self._ready_version,
+            applied=self._duty.settled_version,
+            busy=self._duty.busy,
+            ready=self._duty.ready_version,
             state=self.state.value,
             problems=tuple(self._parts.health.reasons.values())[:5],
             at=datetime.now(UTC),
@@ -407,8 +374,11 @@ class Manager:
         )
         key = key_of("health", seat.worker_id)
         try:
-            # Two writes, not one batch: small batches take the server some twenty times as long.
-            await seat.renew()
+            # Two writes, not one batch: small batches take the server some twenty times as long. A report that others
+            # wait for goes alone.
+            if self._renew_now or clock() >= seat.lease.renew_at_s:
+                self._renew_now = False
+                await seat.renew()
             self._health_revision = await seat.bucket.put(key, encode(record), revision=self._health_revision)
         except WrongRevision:
             found = await seat.bucket.get(key)
@@ -422,75 +392,14 @@ class Manager:
         self._follow_leader()
         return True
 
-    # ── assignments ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _keep_applying(self, seat: Seat) -> None:
-        while True:
-            self._news.clear()
-            offered = self._offered
-            if not self._stopping and offered is not None and not self._is_applied(offered):
-                await self._apply(seat, offered)
-                continue
-            if self._busy:
-                await self._settle(self._settled_version)
-            try:
-                async with asyncio.timeout(_BUSY_S if self._busy else None):
-                    await self._news.wait()
-            except TimeoutError:
-                continue
-
-    def _is_applied(self, offered: Assignment) -> bool:
-        applied = self._applied
-        return applied is not None and (applied.incarnation, applied.version) == (
-            offered.incarnation,
-            offered.version,
-        )
-
-    async def _apply(self, seat: Seat, offered: Assignment) -> None:
-        """Take over an assignment: first the application's hooks, then the reading side."""
-        metrics = self._parts.metrics
-        new = tuple(sorted(self._parts.template.partitions(offered.partitions), key=lambda p: p.id))
-        old = self._partitions
-        if new != old or self._applied is None:
-            hooks = self._hooks.on_assignment_changed
-            await call_hooks(hooks, (old, new), worker_id=seat.worker_id, metrics=metrics)
-        if self._reading.let_go(new, self._news.set):
-            await self._settle(offered.version)
-        try:
-            await self._reading.update_worker_consumer(seat.worker_id, new)
-        except Exception as error:
-            # Of parti, or of an updater that is not: it is tried again either way.
-            _log.error("the assignment could not be applied; the last one stays", error=str(error) or repr(error))
-            await call_hooks(self._hooks.on_error, (error,), worker_id=seat.worker_id, metrics=metrics)
-            await asyncio.sleep(_RETRY_S)
-            return
-        self._partitions = new
-        self._applied = offered
-        metrics.assignment_changes.inc()
-        gained, lost = len(set(new) - set(old)), len(set(old) - set(new))
-        _log.info(
-            "owns",
-            worker=seat.worker_id,
-            partitions=len(new),
-            gained=gained,
-            lost=lost,
-            incoming=len(offered.incoming),
-            version=offered.version,
-            term=offered.term,
-        )
-        self._renewed()
-        self._ready.set()
-        self._ready_version = offered.version
-        await self._settle(offered.version)
-
-    async def _settle(self, version: int) -> None:
-        """Store positions, and say with the next heartbeat what has been let go."""
-        self._busy = tuple(await self._reading.settle())
-        self._settled_version = version
+    def _on_duty_changed(self, applied: bool) -> None:
+        """There is something to report; `applied`: an assignment is in force that was not before."""
+        if applied:
+            self._renewed()
         self._follow_leader()
         self._beat.set()
-
-    # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _follow_leader(self) -> None:
         """Work out the state of this worker from what it has and what the rebalancer says."""
@@ -498,7 +407,7 @@ class Manager:
             return
         if self._leader is None:
             self._standing.set(FleetState.ELECTION, "there is no rebalancer")
-        elif self._applied is None:
+        elif not self._duty.began_under(self._seat.incarnation):
             self._standing.set(FleetState.WAITING, "has no assignment yet")
         else:
             told = self._leader.state

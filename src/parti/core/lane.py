@@ -48,6 +48,7 @@ class Lane:
     """The queue and the position of one partition."""
 
     __slots__ = (
+        "__weakref__",
         "behind",
         "behind_until",
         "careful_to",
@@ -56,12 +57,12 @@ class Lane:
         "ownership",
         "parked",
         "parked_to",
+        "pausing",
         "phase",
         "position",
         "started_s",
         "taken_to",
         "waiting",
-        "__weakref__",
     )
 
     def __init__(self, ownership: Ownership, position: int = 0) -> None:
@@ -82,6 +83,8 @@ class Lane:
         """Somebody else still handles the partition."""
         self.careful_to = 0
         """The last owner died: up to this sequence, each message is noted down before it is started."""
+        self.pausing = False
+        """Nothing may be started for a moment: the handler's state is being saved."""
 
     def offer(self, message: Message) -> Verdict:
         """Take in a delivery. Only ACCEPTED and OVERTAKEN put it into the lane."""

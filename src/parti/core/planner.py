@@ -55,6 +55,8 @@ class Planner:
         self._elected_s = elected_s
         self._joined_s: dict[str, float] | None = None
         """Since when each active worker has been there; those found at the first look have always been."""
+        self._away: frozenset[str] = frozenset()
+        self._placed: Mapping[str, str] = {}
         self._window_began_s = elected_s
         self._changed_s = elected_s
         self._moved_s = _NEVER_S
@@ -100,10 +102,15 @@ class Planner:
         return _Step(self, view).decide()
 
     def _note_members(self, view: FleetView) -> None:
-        """Keep the times of joins and leaves."""
+        """Keep the times of joins and leaves, and notice what makes the strategy think again."""
         before, since_s = self._joined_s or {}, _NEVER_S if self._joined_s is None else view.now_s
         known = self._joined_s is not None
         self._joined_s = {w: before.get(w, since_s) for w, m in view.members.items() if m.state == "active"}
+        if not self._away <= view.members.keys() or self._placed != view.orders.placed:
+            # The strategy left them alone for the sake of somebody who will not be back, or of an order.
+            self._settled_shares = None
+        self._away = frozenset(w for w, m in view.members.items() if m.state == "away")
+        self._placed = view.orders.placed
         if not known or before.keys() == self._joined_s.keys():
             return
         # Moves have ended the window before, even if somebody came or went all the time.
@@ -340,9 +347,8 @@ class _Step:
         view, slots = self._view, self._slots
         placed = placements(view.orders, slots, self._wanted)
         previous = {p: c.next or c.owner for p, c in view.claims.items() if c.state != "free"} | placed
-        return honour(
-            placed, self._planner._strategy.assign(view.partitions, slots, previous, view.weights), previous
-        )
+        target = self._planner._strategy.assign(view.partitions, slots, previous, view.weights)
+        return honour(placed, target, previous)
 
     def _spare(self, workers: Iterable[str]) -> str:
         """Who of these has least and could take one more; empty if nobody."""

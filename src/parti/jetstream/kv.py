@@ -9,6 +9,7 @@ everything its holder writes: the batch begins with the renewal of the lease.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import uuid
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from parti.errors import ConfigError, JetStreamUnavailable, NoResponders, NotFound
+from parti.errors import ConfigError, JetStreamUnavailable, NoResponders, NotFound, WrongRevision
 from parti.jetstream.api import JetStreamApi, StreamInfo
 
 MARKER_TTL_S = 60
@@ -25,6 +26,11 @@ MAX_BATCH = 1000
 """Most writes in one batch; the server's limit."""
 MIN_TTL_S = 1.0
 """Shortest life of a key; the server's limit."""
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_IN_FLIGHT = 10164
+"""On a replicated bucket: another write that names the same key has not taken effect yet. It says nothing about the
+key's revision, so it is tried again."""
+_IN_FLIGHT_WAITS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,21 @@ class Write:
     """The key expires so long after this write; None: never."""
     deletes: bool = False
     """Leave a marker instead of a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Another key whose last revision must still be this one for a write to take effect: a lease, held by the writer.
+
+    The server would take 0 for "there is no such key", also after it has expired, so it is refused here.
+    """
+
+    key: str
+    revision: int
+
+    def __post_init__(self) -> None:
+        if self.revision <= 0:
+            raise ValueError("a guard needs the revision of a key that exists")
 
 
 class Bucket:
@@ -113,6 +134,14 @@ class Bucket:
         """
         return (await self.write([Write(key, value, revision, ttl_s)]))[0]
 
+    async def put_guarded(self, key: str, value: bytes, guard: Guard, *, timeout_s: float = 5.0) -> int:
+        """Write a key if another one still has its revision; returns the new revision. Raises as `put` does."""
+        headers = {
+            _EXPECTED: str(guard.revision),
+            f"{_EXPECTED}-Subject": self._subject(guard.key),
+        }
+        return await self._publish(key, value, headers, timeout_s)
+
     async def delete(self, key: str, *, revision: int) -> int:
         """Leave a marker in place of a key if its revision is still `revision`; returns the marker's revision."""
         return (await self.write([Write(key, b"", revision, MARKER_TTL_S, deletes=True)]))[0]
@@ -126,6 +155,16 @@ class Bucket:
             return []
         if len(writes) > MAX_BATCH:
             raise ConfigError(f"{len(writes)} writes in one batch; at most {MAX_BATCH} are possible; split them")
+        for wait_s in _IN_FLIGHT_WAITS_S:
+            try:
+                return await self._write(writes, timeout_s)
+            except WrongRevision as error:
+                if error.code != _IN_FLIGHT:
+                    raise
+                await asyncio.sleep(wait_s)
+        return await self._write(writes, timeout_s)
+
+    async def _write(self, writes: Sequence[Write], timeout_s: float) -> list[int]:
         headers = [_headers(write) for write in writes]
         if len(writes) > 1:
             batch = uuid.uuid4().hex
@@ -135,20 +174,21 @@ class Bucket:
             for write, header in zip(writes[:-1], headers, strict=False):
                 await self._api.send(self._subject(write.key), write.value, headers=header)
         last = writes[-1]
+        seq = await self._publish(last.key, last.value, headers[-1], timeout_s)
+        return list(range(seq - len(writes) + 1, seq + 1))
+
+    async def _publish(self, key: str, value: bytes, headers: dict[str, str], timeout_s: float) -> int:
         try:
-            seq = await self._api.publish(
-                self._subject(last.key), last.value, headers=headers[-1], timeout_s=timeout_s
-            )
+            return await self._api.publish(self._subject(key), value, headers=headers, timeout_s=timeout_s)
         except (NoResponders, JetStreamUnavailable) as error:
             raise NotFound(10059, f"bucket {self.name!r} is gone or JetStream is off: {error}") from None
-        return list(range(seq - len(writes) + 1, seq + 1))
 
     def _subject(self, key: str) -> str:
         return f"$KV.{self.name}.{key}"
 
 
 def _headers(write: Write) -> dict[str, str]:
-    headers = {"Nats-Expected-Last-Subject-Sequence": str(write.revision)}
+    headers = {_EXPECTED: str(write.revision)}
     if write.ttl_s is not None:
         # The server cuts it to whole seconds; a key must not end before its writer expects it to.
         headers["Nats-TTL"] = f"{max(MIN_TTL_S, math.ceil(write.ttl_s)):.0f}s"

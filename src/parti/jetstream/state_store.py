@@ -267,13 +267,13 @@ class StateStore:
     async def remove_older(self, partition: str, keep: StatePointer) -> int:
         """Delete the snapshots of a partition that are older than the one to keep; returns how many.
 
-        Older: of a lower fence token, or of the same one at no higher position. So an owner that has been replaced
-        and does not know it cannot delete what the next one has saved.
+        Older: of a lower fence token, or of the same one at a lower position. So neither what the same owner begins
+        meanwhile is deleted, nor, by an owner that has been replaced and does not know it, what the next one saves.
         """
         leftovers = [
             name
             for name in await self._snapshots(token_of(partition))
-            if name.subject != keep.subject and (name.fence, name.position) <= (keep.fence, keep.position)
+            if name.subject != keep.subject and (name.fence, name.position) < (keep.fence, keep.position)
         ]
         for name in leftovers:
             await self._purge(self.stream, name.subject)

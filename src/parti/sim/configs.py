@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from parti.model.subjects import first_overlap
-from parti.sim.streams import SECOND_NS, RefusalError
+from parti.sim.messages import SECOND_NS, RefusalError
 
 if TYPE_CHECKING:
     from parti.sim.streams import Stream

@@ -11,8 +11,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_SNAPSHOT_NS = 50_000_000
-_SNAPSHOTS = 64
+from parti.sim.messages import SECOND_NS
+
+_MOST_LOST = 2048
+"""A restart takes back at most so many changes of a consumer."""
+_Change = tuple[int, int, tuple[int, int, int, int], tuple[int, int] | None, int]
+"""When, of which sequence, and how it was before: delivered and floor, in flight, redelivered."""
 
 
 @dataclass(slots=True)
@@ -24,28 +28,29 @@ class Stored:
     floor: int = 0
     floor_seq: int = 0
     pending: dict[int, list[int]] = field(default_factory=dict)
-    """By stream sequence: delivery number and time of the delivery."""
+    """By stream sequence: delivery number, and the time from which its acknowledgement is waited for.
+
+    That is when the message was stored, not when it was delivered: whoever goes on from here may find it overdue.
+    """
     redelivered: dict[int, int] = field(default_factory=dict)
 
     def copy(self) -> Stored:
         """Another one, the same."""
         pending = {seq: list(entry) for seq, entry in self.pending.items()}
-        return Stored(
-            self.delivered, self.delivered_seq, self.floor, self.floor_seq, pending, dict(self.redelivered)
-        )
+        return Stored(self.delivered, self.delivered_seq, self.floor, self.floor_seq, pending, dict(self.redelivered))
 
-    def deliver(self, number: int, seq: int, count: int, now_ns: int, *, acks: bool) -> None:
-        """Note a delivery."""
+    def deliver(self, number: int, seq: int, count: int, stored_ns: int, *, acks: bool) -> None:
+        """Note a delivery of a message that was stored at that time."""
         if not acks:
             self.delivered = self.floor = max(self.delivered, number)
             if seq > self.delivered_seq:
                 self.delivered_seq = self.floor_seq = seq
         elif number > self.floor:
             if seq > self.delivered_seq:
-                self.pending[seq] = [number, now_ns]
+                self.pending[seq] = [number, stored_ns]
                 self.delivered_seq = seq
             elif seq in self.pending:
-                self.pending[seq][1] = now_ns
+                self.pending[seq][1] = stored_ns
             self.delivered = max(self.delivered, number)
             if count > 1 and self.redelivered.get(seq, 0) < count - 1:
                 self.redelivered[seq] = count - 1
@@ -80,23 +85,24 @@ class ConsumerState:
         self.again: deque[int] = deque()
         """Sequences that wait for another delivery."""
         self.stored = Stored(delivered_seq=cursor - 1, floor_seq=cursor - 1)
-        self._snapshots: deque[tuple[int, Stored]] = deque(maxlen=_SNAPSHOTS)
+        self._changes: deque[_Change] = deque(maxlen=_MOST_LOST)
 
-    def put_to(self, seq: int, now_ns: int) -> None:
-        """Begin at a sequence and forget everything before."""
-        self.remember(now_ns)
+    def put_to(self, seq: int) -> None:
+        """Begin at a sequence and forget everything before; unlike other changes, this is stored at once."""
+        self._changes.clear()
         self.pending, self.redelivered = {}, {}
         self.again.clear()
         self.cursor, self.number = seq, 1
         self.floor, self.floor_seq = 0, seq - 1
         self.stored = Stored(delivered_seq=seq - 1, floor_seq=seq - 1)
 
-    def deliver(self, seq: int, count: int, now_ns: int, *, acks: bool) -> None:
-        """Note a delivery."""
+    def deliver(self, seq: int, count: int, stored_ns: int, now_ns: int, *, acks: bool) -> None:
+        """Note a delivery of a message that was stored at that time."""
         number = self.number
         self.number = number + 1
-        self.remember(now_ns)
-        self.stored.deliver(number, seq, count, now_ns, acks=acks)
+        if self.durable:
+            self._remember(seq, now_ns)
+        self.stored.deliver(number, seq, count, stored_ns, acks=acks)
         if not acks:
             self.floor, self.floor_seq = number, seq
         elif seq in self.pending:
@@ -113,7 +119,8 @@ class ConsumerState:
         self.redelivered.pop(seq, None)
         if self.again and seq in self.again:
             self.again.remove(seq)
-        self.remember(now_ns)
+        if self.durable:
+            self._remember(seq, now_ns)
         self.stored.acknowledge(number, seq)
 
     def _move_floor(self, number: int, seq: int) -> None:
@@ -156,10 +163,10 @@ class ConsumerState:
             self.floor, self.floor_seq = self.number - 1, self.cursor - 1
             look_ns = 0
         if gone:
-            self.store_all(now_ns)
+            self.store_all()
         return look_ns
 
-    def purge(self, start: int, there: Mapping[int, object] | None, now_ns: int) -> None:
+    def purge(self, start: int, there: Mapping[int, object] | None) -> None:
         """Messages were purged: what is left begins at `start`, and lies in `there` if that is given."""
         self.cursor = max(self.cursor, start)
         if self.floor_seq < start:
@@ -175,7 +182,7 @@ class ConsumerState:
             self.redelivered = {}
             self.floor, self.floor_seq = self.number - 1, self.cursor - 1
         self.again = deque(q for q in self.again if q >= self.cursor)
-        self.store_all(now_ns)
+        self.store_all()
 
     def forget_redeliveries(self, first: int) -> None:
         """Forget counts of messages below the stream's first."""
@@ -188,12 +195,33 @@ class ConsumerState:
 
     # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def remember(self, now_ns: int) -> None:
-        """Keep what is stored now: a restart may lose what comes next."""
-        if self.durable and (not self._snapshots or now_ns - self._snapshots[-1][0] >= _SNAPSHOT_NS):
-            self._snapshots.append((now_ns, self.stored.copy()))
+    def _remember(self, seq: int, now_ns: int) -> None:
+        """Keep what is stored now: a restart may take the next change back."""
+        state = self.stored
+        entry = state.pending.get(seq)
+        numbers = (state.delivered, state.delivered_seq, state.floor, state.floor_seq)
+        in_flight = (entry[0], entry[1]) if entry else None
+        self._changes.append((now_ns, seq, numbers, in_flight, state.redelivered.get(seq, 0)))
 
-    def store_all(self, now_ns: int) -> None:
+    def _take_back(self, since_ns: int) -> None:
+        """Undo the changes after that time."""
+        state = self.stored
+        while self._changes and self._changes[-1][0] > since_ns:
+            _, seq, numbers, in_flight, redelivered = self._changes.pop()
+            state.delivered, state.delivered_seq, state.floor, state.floor_seq = numbers
+            if in_flight:
+                state.pending[seq] = list(in_flight)
+            else:
+                state.pending.pop(seq, None)
+            if redelivered:
+                state.redelivered[seq] = redelivered
+            else:
+                state.redelivered.pop(seq, None)
+        # Back in the order in which they were delivered.
+        state.pending = dict(sorted(state.pending.items()))
+        self._changes.clear()
+
+    def store_all(self) -> None:
         """Store the working state, unless the server would refuse it as older than what it has, or as wrong."""
         state = self.stored
         if self.number - 1 < state.delivered or self.floor_seq < state.floor_seq:
@@ -202,18 +230,27 @@ class ConsumerState:
             return
         if any(not self.floor_seq < seq < self.cursor for seq in self.pending):
             return
-        self.remember(now_ns)
+        self._changes.clear()
         self.stored = Stored(
             self.number - 1, self.cursor - 1, self.floor, self.floor_seq, self.pending, self.redelivered
         ).copy()
 
-    def load(self, lose_ns: int, now_ns: int) -> None:
-        """Go on from the stored state, as it was at most `lose_ns` ago."""
-        state = next((s for at_ns, s in self._snapshots if lose_ns and at_ns > now_ns - lose_ns), self.stored)
-        self._snapshots.clear()
-        self.stored, working = state.copy(), state.copy()
+    def load(self, lose_ns: int, now_ns: int, epoch_ns: int) -> None:
+        """Go on from the stored state, as it was at most `lose_ns` ago; `epoch_ns`: the wall clock at time 0.
+
+        The store keeps whole seconds of the wall clock.
+        """
+        self._take_back(now_ns - lose_ns)
+        state = self.stored
+        for entry in state.pending.values():
+            entry[1] -= (entry[1] + epoch_ns) % SECOND_NS
         self.cursor, self.number = state.delivered_seq + 1, state.delivered + 1
         self.floor, self.floor_seq = state.floor, state.floor_seq
+        self.load_pending()
+
+    def load_pending(self) -> None:
+        """Take over from the store what is in flight."""
+        working = self.stored.copy()
         self.pending, self.redelivered = working.pending, working.redelivered
         self.again.clear()
 

@@ -108,7 +108,7 @@ class Consumer(ConsumerState):
         """Make `seq` (0: what follows the ack floor) the next message, and forget what was in flight."""
         seq = seq or self.floor_seq + 1
         recount = self.cursor != seq or bool(self.pending)
-        self.put_to(seq, self.server.now_ns)
+        self.put_to(seq)
         if self.stream.retention == "interest":
             self.delete_orphans()
         if recount:
@@ -167,7 +167,7 @@ class Consumer(ConsumerState):
         """
         if not start and not wider:
             start = self.stream.last + 1
-        self.purge(start, self.stream.messages if wider else None, self.server.now_ns)
+        self.purge(start, self.stream.messages if wider else None)
 
     def needs(self, message: Message) -> bool:
         """Whether the stream has to keep a message for this consumer."""
@@ -259,7 +259,7 @@ class Consumer(ConsumerState):
         reply = f"{self._ack_start}{count}.{seq}.{self.number}.{message.wall_ns}.{ahead}"
         size = len(message.subject) + len(reply) + len(message.header or b"") + len(message.payload)
         if self.deliver_to:
-            self._note(seq, count)
+            self._note(message, count)
             server.send(self.deliver_to, message.subject, reply, message.header, message.payload)
             self.push.sent(size)
             return True
@@ -267,7 +267,7 @@ class Consumer(ConsumerState):
         if pull is None:
             self._put_back(seq, count)
             return False
-        self._note(seq, count)
+        self._note(message, count)
         server.send(pull.reply, message.subject, reply, message.header, message.payload)
         self.pulls.delivered(pull)
         return True
@@ -282,9 +282,9 @@ class Consumer(ConsumerState):
                 del self.redelivered[seq]
             self.again.append(seq)
 
-    def _note(self, seq: int, count: int) -> None:
-        now_ns = self.server.now_ns
-        self.deliver(seq, count, now_ns, acks=self.acks)
+    def _note(self, message: Message, count: int) -> None:
+        seq, now_ns = message.seq, self.server.now_ns
+        self.deliver(seq, count, message.wall_ns - self.server.epoch_ns, now_ns, acks=self.acks)
         if self.acks:
             due_ns = now_ns + self._ack_wait_ns + _ACK_SLACK_NS
             if not self._overdue.due_ns or self._overdue.due_ns > due_ns:
@@ -386,24 +386,23 @@ class Consumer(ConsumerState):
     def change_leader(self) -> None:
         """Go on as the leader on another server does: from the same cursor, without the pulls."""
         self.pulls.end("409 Leadership Change")
-        self.again.clear()
+        self.load_pending()
         if self.pending:
-            self._look_soon()
+            self._check_overdue()
         self.server.make_ready(self)
 
     def recover(self, lose_ns: int) -> None:
-        """Go on after a restart of the server, from the stored state as it was at most `lose_ns` ago."""
-        self.load(lose_ns, self.server.now_ns)
+        """Go on after a restart of the server, from the stored state as it was at most `lose_ns` ago.
+
+        What is in flight is judged at once: gone if the stream no longer has it, overdue if the message is old.
+        """
+        self.load(lose_ns, self.server.now_ns, self.server.epoch_ns)
         self.is_ready = False
         self.checked_to = 0
         self.hears = self.filter
         self._start()
         if self.pending:
-            self._look_soon()
-
-    def _look_soon(self) -> None:
-        delay_ns = SECOND_NS // 2 + self.server.jitter_ns(SECOND_NS)
-        self._overdue.set(self.server.now_ns + min(delay_ns, self._ack_wait_ns + _ACK_SLACK_NS))
+            self._check_overdue()
 
 
 def _starting_seq(stream: Stream, config: dict[str, Any]) -> int:

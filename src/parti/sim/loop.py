@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -25,7 +25,7 @@ class Suspendable(Protocol):
     """Whether its callbacks are called now."""
     gone: bool
     """Whether it will never run again."""
-    kept: list[asyncio.Handle]
+    kept: list[Any]
     """Callbacks that wait for it to continue, in order."""
 
     def now(self, virtual_s: float) -> float:
@@ -63,6 +63,39 @@ class _Task(asyncio.Task[_T]):
 _numbers = count()
 
 
+class _Handle(asyncio.Handle):
+    """A handle that is made with less ado: most of a run is spent on making and calling them."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: object, args: object, context: Context, loop: VirtualLoop) -> None:
+        self._callback, self._args, self._context, self._loop = callback, args, context, loop  # type: ignore[attr-defined,assignment]
+        self._cancelled = False
+
+
+class _Timer(asyncio.TimerHandle):
+    """The same for timers."""
+
+    __slots__ = ()
+    __init__ = _Handle.__init__  # type: ignore[assignment]
+
+    def cancel(self) -> None:
+        """Never call back; the entry in the queue is dropped when its moment comes."""
+        self._cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment,attr-defined]
+
+
+class _Post:
+    """A callback that cannot be cancelled."""
+
+    __slots__ = ("_callback", "_context")
+    _cancelled = False
+    _args = ()
+
+    def __init__(self, callback: Callable[[], object], context: Context) -> None:
+        self._callback, self._context = callback, context
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """Runs callbacks as asyncio does, with a clock of its own and without any I/O.
 
@@ -79,8 +112,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """What nobody caught."""
         self.callbacks = 0
         """How many have been called."""
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._ready: deque[Any] = deque()
+        self._timers: list[tuple[float, int, Any]] = []
         self._order = count()
         self.set_exception_handler(lambda _, context: self.errors.append(context))
 
@@ -93,7 +126,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """Call back in the next turn."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, context or copy_context(), self)
         self._ready.append(handle)
         return handle
 
@@ -102,17 +135,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         """Call back when the running process' clock shows `when`."""
         process = CURRENT.get()
-        return self.call_at_virtual(
-            when if process is None else process.virtual(when), callback, *args, context=context
-        )
-
-    def call_at_virtual(
-        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        """Call back at this moment of virtual time; callbacks of the same moment in the order given."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        if process is not None:
+            when = process.virtual(when)
+        timer = _Timer(callback, args, context or copy_context(), self)
+        timer._when = when  # type: ignore[attr-defined]
         heappush(self._timers, (when, next(self._order), timer))
         return timer
+
+    def call_later(
+        self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call back when the running process' clock has gone on by `delay`."""
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def post(self, when: float, callback: Callable[[], object], context: Context) -> None:
+        """Call back at this moment of virtual time, for sure; callbacks of the same moment in the order given."""
+        heappush(self._timers, (when, next(self._order), _Post(callback, context)))
 
     def create_task(  # type: ignore[override]
         self,
@@ -126,7 +164,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.tasks.append(task)
         return task
 
-    def resume(self, handles: list[asyncio.Handle]) -> None:
+    def resume(self, handles: list[Any]) -> None:
         """Call back what was kept, before anything else that is ready."""
         self._ready.extendleft(reversed(handles))
 
@@ -147,9 +185,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
             handle = ready.popleft()
             if handle._cancelled:
                 continue
-            process = handle._context.get(CURRENT)  # type: ignore[attr-defined]
+            process = handle._context.get(CURRENT)
             if process is None or process.runs:
-                handle._run()
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except Exception as error:
+                    self.errors.append({"message": f"in {handle._callback!r}", "exception": error})
             elif not process.gone:
                 process.kept.append(handle)
 
@@ -165,9 +206,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.tasks.clear()
         self._timers.clear()
         self.close()
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are left where they are until their moment comes."""
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There is no I/O."""

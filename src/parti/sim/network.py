@@ -6,7 +6,6 @@ breaks, what was on its way is gone. Between the nodes of a server messages may 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 from collections import deque
@@ -56,7 +55,6 @@ class Network:
         self.channels: list[Channel] = []
         self._ids = itertools.count(1)
         self._due_s = float("inf")
-        self._timer: asyncio.TimerHandle | None = None
 
     def join(self, process: Process, conditions: Conditions) -> None:
         """Connect a process to the network."""
@@ -106,15 +104,14 @@ class Network:
     def touch(self) -> None:
         """Something happened at the server: see when it wants to act by itself."""
         due_s = self.server.next_due_s() if self.up else None
-        if due_s is None or due_s >= self._due_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due_s = due_s
-        self._timer = self.loop.call_at_virtual(due_s, self._advance, context=OUTSIDE)
+        if due_s is not None and due_s < self._due_s:
+            self._due_s = due_s
+            self.loop.post(due_s, self._advance, OUTSIDE)
 
     def _advance(self) -> None:
-        self._due_s, self._timer = float("inf"), None
+        if self.loop.now_s < self._due_s:
+            return  # An earlier entry was made meanwhile, and has done what was due.
+        self._due_s = float("inf")
         if self.up:
             self.server.advance()
             self.touch()
@@ -175,7 +172,7 @@ class Channel:
 
     def _time_up(self) -> None:
         self._up_timed = True
-        self._loop.call_at_virtual(self._up[0][0], self._arrive_up, context=OUTSIDE)
+        self._loop.post(self._up[0][0], self._arrive_up, OUTSIDE)
 
     def _arrive_up(self) -> None:
         self._up_timed = False
@@ -229,7 +226,7 @@ class Channel:
 
     def _time_down(self) -> None:
         self._down_timed = True
-        self._loop.call_at_virtual(self._down[0][0], self._arrive_down, context=self.process.context)
+        self._loop.post(self._down[0][0], self._arrive_down, self.process.context)
 
     def _arrive_down(self) -> None:
         """Hand over what has come: in the context of the process, so that it waits while that is stopped."""
@@ -256,7 +253,7 @@ class Channel:
         since_s = self._loop.now_s
         if self.silent_after_s < float("inf"):
             when = since_s + self.silent_after_s * self._network.chance.uniform(0.7, 1.0)
-            self._loop.call_at_virtual(when, self._give_up, context=self.process.context)
+            self._loop.post(when, self._give_up, self.process.context)
 
     def _give_up(self) -> None:
         if self.open and self._conditions.cut:

@@ -38,7 +38,7 @@ class Process:
         self.wall_offset_s = 0.0
         self.runs = True
         self.gone = False
-        self.kept: list[asyncio.Handle] = []
+        self.kept: list[Any] = []
         self.on_death: list[Callable[[], None]] = []
         self.context: Context = copy_context()
         self.context.run(CURRENT.set, self)

@@ -15,7 +15,17 @@ _WINDOW = 32 * 1024 * 1024
 class Push:
     """Sends to the consumer's deliver subject while somebody listens there."""
 
-    __slots__ = ("_beat_ns", "_consumer", "_limit", "_on_their_way", "_server", "_timer", "active", "asked", "question")
+    __slots__ = (
+        "_beat_ns",
+        "_consumer",
+        "_limit",
+        "_on_their_way",
+        "_server",
+        "_timer",
+        "active",
+        "asked",
+        "question",
+    )
 
     def __init__(self, consumer: Consumer, beat_ns: int, *, flow_control: bool) -> None:
         self._consumer = consumer

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 RETENTIONS = ("limits", "interest", "workqueue")
 
-SAFETY_S = 8.0
+SAFETY_S = 6.0
 """Length of the phase with faults."""
-LIVENESS_S = 40.0
+LIVENESS_S = 25.0
 """Within so long after it, everything must be finished and every partition owned by exactly one worker."""
 
 
@@ -85,6 +85,8 @@ class Scenario:
     latency_s: float
     publishes: tuple[Publish, ...]
     faults: tuple[Fault, ...]
+    all_roles: bool
+    """Whether somebody monitors and cleans up, too."""
 
 
 def make_scenario(seed: int, *, retention: str | None = None) -> Scenario:
@@ -97,7 +99,8 @@ def make_scenario(seed: int, *, retention: str | None = None) -> Scenario:
     latency_s = chance.choice((0.0005, 0.002, 0.01))
     publishes = _traffic(chance, partitions)
     faults = _faults(chance, slots, timing)
-    return Scenario(seed, retention or chosen, slots, partitions, timing, latency_s, publishes, faults)
+    all_roles = chance.random() < 0.2
+    return Scenario(seed, retention or chosen, slots, partitions, timing, latency_s, publishes, faults, all_roles)
 
 
 def _timing(chance: random.Random) -> Timing:
@@ -120,7 +123,7 @@ def _timing(chance: random.Random) -> Timing:
 
 def _traffic(chance: random.Random, partitions: tuple[str, ...]) -> tuple[Publish, ...]:
     """Messages spread over the safety phase: steady, in bursts, and some partitions busier than others."""
-    count = chance.randint(50, 120)
+    count = chance.randint(40, 100)
     slow = chance.choice((0.0, 0.0, 0.05, 0.3))
     failing = chance.choice((0.0, 0.0, 0.03))
     weights = [chance.choice((1.0, 1.0, 4.0)) for _ in partitions]

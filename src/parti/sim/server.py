@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parti.sim import api
+from parti.sim.subscriptions import Subscriptions
 from parti.sim.timers import Timer, Timers
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class ModelServer:
     """The model: connect clients, and call `advance` when the clock reaches `next_due_s`.
 
     `created` is the server's wall clock at virtual second 0. `chance` decides the few things that the server leaves
-    to chance (jitter of timers); without it they take their middle.
+    to chance (jitter of timers); without it they take their middle. `replicated`: streams and consumers live on
+    several servers, and so a consumer's cursor is stored with its state whenever it reaches the end.
     """
 
     def __init__(
@@ -84,20 +86,20 @@ class ModelServer:
         *,
         created: float = 1_700_000_000.0,
         chance: random.Random | None = None,
+        replicated: bool = False,
     ) -> None:
         self._clock = clock
         self._chance = chance
-        self._created_ns = int(created * 1e9)
+        self.replicated = replicated
+        self.epoch_ns = int(created * 1e9)
+        """The wall clock at virtual second 0."""
         self.now_ns = 0
         """The time of the operation under way."""
         self._stamp_ns = 0
         self.streams: dict[str, Stream] = {}
         self._stream_of: dict[str, Stream | None] = {}
         self._clients: list[ModelClient] = []
-        self._exact: dict[str, list[tuple[ModelClient, bytes]]] = {}
-        self._star: dict[str, list[tuple[ModelClient, bytes]]] = {}
-        self._tail: dict[str, list[tuple[ModelClient, bytes]]] = {}
-        self._push: dict[str, list[Consumer]] = {}
+        self.subscriptions = Subscriptions()
         self._ready: list[Consumer] = []
         self._finished: list[tuple[Consumer, int, int]] = []
         self._out: list[tuple[ModelClient, Delivery]] = []
@@ -139,9 +141,7 @@ class ModelServer:
             client.connected = False
             client.subscriptions.clear()
         self._clients.clear()
-        for index in (self._exact, self._star, self._tail):
-            index.clear()
-        self._push.clear()
+        self.subscriptions = Subscriptions()
         self._ready.clear()
         self._finished.clear()
         self._out.clear()
@@ -178,7 +178,7 @@ class ModelServer:
     @property
     def wall_ns(self) -> int:
         """The server's wall clock."""
-        return self._created_ns + self.now_ns
+        return self.epoch_ns + self.now_ns
 
     def stamp_ns(self) -> int:
         """A wall time for something that is made now, later than any given before, by a microsecond at least."""
@@ -233,20 +233,34 @@ class ModelServer:
         else:
             stream = self.stream_of(subject)
             if stream is not None:
-                stream.publish(subject, payload, reply, header)
+                stream.publishing.take(subject, payload, reply, header)
             heard = self.send(subject, subject, reply, header, payload) or stream is not None
         if reply and not heard:
             header = f"NATS/1.0 503\r\nNats-Subject: {subject}\r\n\r\n".encode()
-            to, address = self._listeners(reply), reply.encode()
+            to, address = self.subscriptions.listeners(reply), reply.encode()
             self._out += [(c, Delivery(sid, address, b"", header, b"")) for c, sid in to if c is client]
         if self._ready or self._finished:
             self._settle()
         if self._out:
             self._send()
 
+    def add_subscription(self, client: ModelClient, subject: str, sid: bytes) -> None:
+        """Begin a subscription; push consumers that were waiting for it begin to deliver."""
+        self._tick()
+        self.subscriptions.add(client, subject, sid)
+        self._settle()
+        self._send()
+
+    def drop_subscriptions(self, client: ModelClient, sids: Sequence[bytes]) -> None:
+        """End some subscriptions of a client."""
+        self._tick()
+        self.subscriptions.drop(client, sids)
+        self._settle()
+        self._send()
+
     def send(self, to: str, subject: str, reply: str, header: bytes | None, payload: bytes) -> bool:
         """Send a message to everybody who listens on `to`; False when nobody does."""
-        listeners = self._listeners(to)
+        listeners = self.subscriptions.listeners(to)
         if listeners:
             name, answer = subject.encode(), reply.encode()
             for client, sid in listeners:
@@ -291,69 +305,3 @@ class ModelServer:
                         client.deliver(delivery)
         finally:
             self._sending = False
-
-    # ── subscriptions ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def _listeners(self, subject: str) -> Sequence[tuple[ModelClient, bytes]]:
-        found = self._exact.get(subject)
-        head = subject.rpartition(".")[0]
-        if head in self._star:
-            found = [*found, *self._star[head]] if found else self._star[head]
-        if self._tail:
-            while head:
-                if head in self._tail:
-                    found = [*found, *self._tail[head]] if found else self._tail[head]
-                head = head.rpartition(".")[0]
-        return found or ()
-
-    def has_interest(self, subject: str) -> bool:
-        """Whether anybody would get a message on this subject."""
-        return subject in self._exact or bool(self._listeners(subject))
-
-    def add_subscription(self, client: ModelClient, subject: str, sid: bytes) -> None:
-        """Begin a subscription."""
-        client.subscriptions[sid] = subject
-        index, key = self._place(subject)
-        index.setdefault(key, []).append((client, sid))
-        self._interest_changed()
-
-    def drop_subscriptions(self, client: ModelClient, sids: Sequence[bytes]) -> None:
-        """End some subscriptions of a client."""
-        for sid in sids:
-            index, key = self._place(client.subscriptions.pop(sid))
-            index[key].remove((client, sid))
-            if not index[key]:
-                del index[key]
-        self._interest_changed()
-
-    def _place(self, subject: str) -> tuple[dict[str, list[tuple[ModelClient, bytes]]], str]:
-        head, _, last = subject.rpartition(".")
-        if "*" in head or ">" in head or (not head and last in {"*", ">"}):
-            raise NotImplementedError(f"the model has no subscriptions with wildcards as in {subject!r}")
-        if last == "*":
-            return self._star, head
-        return (self._tail, head) if last == ">" else (self._exact, subject)
-
-    def watch_interest(self, consumer: Consumer, subject: str) -> None:
-        """Tell a push consumer when somebody begins or ceases to listen where it delivers."""
-        self._push.setdefault(subject, []).append(consumer)
-
-    def unwatch_interest(self, consumer: Consumer, subject: str) -> None:
-        """Tell it no more."""
-        consumers = self._push.get(subject, [])
-        if consumer in consumers:
-            consumers.remove(consumer)
-            if not consumers:
-                del self._push[subject]
-
-    def _interest_changed(self) -> None:
-        if not self._push:
-            return
-        self._tick()
-        for subject, consumers in self._push.items():
-            heard = self.has_interest(subject)
-            for consumer in consumers:
-                if consumer.active != heard:
-                    consumer.hear(heard)
-        self._settle()
-        self._send()

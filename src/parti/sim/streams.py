@@ -59,8 +59,7 @@ class Stream:
     def next_match(self, wanted: Filter, start: int) -> Message | None:
         """The first message at or after `start` that the filter matches."""
         messages, last = self.messages, self.last
-        if start < self.first:
-            start = self.first
+        start = max(start, self.first)
         if start > last or not messages:
             return None
         if wanted.literal and len(wanted.patterns) <= _FEW:
@@ -249,6 +248,6 @@ class Stream:
         self.consumers = {name: c for name, c in self.consumers.items() if c.durable}
         for consumer in self.consumers.values():
             consumer.recover(lose_ns)
-        if self.retention != "limits":
+        if self.retention == "interest":
             for consumer in self.consumers.values():
                 consumer.delete_orphans()

@@ -312,6 +312,13 @@ class Metrics(Collector):
         self.lane_depth = add(Gauge("parti_lane_depth", "Messages waiting in lanes for their handler."))
         self.lane_count = add(Gauge("parti_lane_count", "Lanes, one for each active partition."))
         self.parked = add(Counter("parti_lane_parked_total", "Times a partition did not move and was parked."))
+        self.state_duration = add(
+            Histogram("parti_state_seconds", "Seconds to save or restore the state of a partition.", _UPDATE_BOUNDS_S)
+        )
+        self.state_bytes = add(Counter("parti_state_bytes_total", "Bytes of state saved."))
+        self.state_failures = add(
+            Counter("parti_state_failures_total", "States that could not be saved or restored; tried again.")
+        )
         self.dead_letters = add(Counter("parti_dead_letters_total", "Messages published as dead letters."))
         self.acks = add(Counter("parti_acks_total", "Acknowledgements sent."))
         self.partition_messages = add(

@@ -8,9 +8,9 @@ a partition has below what the consumer has delivered already:
   delivered and let go meanwhile. Nothing else that the consumer carries is disturbed.
 - By RESET, where acknowledged messages are gone (interest, work-queue), at a start, and whenever a session has to
   begin anew: with no pull standing, the consumer is put back to the lowest position that is not finished, then it
-  gets its filter, then it pulls. RESET comes first, so that a crash in between leaves a consumer that starts too early
-  (its messages are recognised as finished) and never one that starts too late, whose server would take unfinished
-  messages for acknowledged.
+  gets its filter, then it pulls. RESET comes first, so that a crash in between leaves a consumer that starts too
+  early (its messages are recognised as finished) and never one that starts too late, whose server would take
+  unfinished messages for acknowledged.
 
 A worker may carry partitions that it does not own: those that it is to get ready for (`incoming`). Their messages are
 let go (limits) or held unacknowledged and unhandled (interest) until they are granted.
@@ -23,6 +23,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -42,6 +43,7 @@ from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 from parti.worker.lanes import Lanes
 from parti.worker.starts import Granted, Starts
+from parti.worker.stateful import StatefulPartitions
 
 _log = structlog.get_logger("parti.consumer")
 
@@ -64,6 +66,8 @@ class ConsumerPorts:
     """Whether this process still holds the worker id that the consumer belongs to."""
     on_new_stream: Callable[[StreamInfo], None] = lambda stream: None
     """Called when the stream was made anew."""
+    stateful: StatefulPartitions | None = None
+    """Partitions have a state, which is restored before they begin and saved when they end."""
 
 
 class WorkerConsumer:
@@ -154,7 +158,7 @@ class WorkerConsumer:
         owned = self._build(partitions)
         carried = self._with_incoming(owned)
         self._own(owned)
-        await self._take_up(owned)
+        await self._take_up(FilterSet(self._handled, 0))
         self._wanted, self._carried = owned, carried
         incoming = self._expect(carried)
         if not self._feeds:
@@ -388,15 +392,48 @@ class WorkerConsumer:
 
     def _own(self, owned: FilterSet) -> None:
         """Handle exactly these; partitions that are new are fed, or what was held for them is let through."""
-        lanes, before = self._ports.lanes, self._owned.partitions
+        lanes, before = self._ports.lanes, self._handled
+        stateful, gone = (
+            self._ports.stateful,
+            [p for s, p in self._owned.partitions.items() if s not in owned.partitions],
+        )
         self._owned = owned
-        lanes.own(owned.partitions, self._starts.position)
+        lanes.own(self._handled, self._starts.position)
+        if stateful:
+            for partition in gone:
+                stateful.end(partition)
+            for partition in owned.partitions.values():
+                if not stateful.has_begun(partition.id):
+                    stateful.begin(partition, partial(self._restored, partition))
         if not self._feeds:
             return
-        for subject, partition in owned.partitions.items():
+        for subject, partition in self._handled.items():
             bound = self._bounds.get(partition.id)
             if subject not in before and bound is not None and not self._each_subject:
                 self._feed(partition, max(bound, lanes.next_seq - 1))
+
+    @property
+    def _handled(self) -> dict[str, Partition]:
+        """What is owned and, where there is a state to restore, has it."""
+        stateful = self._ports.stateful
+        if stateful is None:
+            return self._owned.partitions
+        return {s: p for s, p in self._owned.partitions.items() if stateful.has_begun(p.id)}
+
+    def _restored(self, partition: Partition, position: int | None) -> None:
+        """The handler has the state of a partition: it begins where the state was saved."""
+        lanes, subject = self._ports.lanes, partition.subject
+        if subject not in self._owned.partitions:
+            return
+        lanes.own(self._handled, self._starts.position)
+        bound = max(self._bounds.get(partition.id, 0), lanes.next_seq - 1)
+        if position is None:
+            self._feed(partition, bound)
+            return
+        lanes.forget_position(partition.id)
+        self._starts.begin_at(partition.id, position)
+        if position <= bound:
+            lanes.gain(partition, position, feed_to=bound)
 
     def _feed(self, partition: Partition, bound: int) -> None:
         """Have a partition read from the stream, from its position to what has been delivered; later ones come."""
@@ -406,7 +443,7 @@ class WorkerConsumer:
 
     def _expect(self, carried: FilterSet) -> list[Partition]:
         """Tell the lanes which partitions to get ready for; returns them."""
-        incoming = {s: p for s, p in carried.partitions.items() if s not in self._owned.partitions}
+        incoming = {s: p for s, p in carried.partitions.items() if s not in self._handled}
         self._ports.lanes.expect(incoming)
         return list(incoming.values())
 
@@ -426,8 +463,8 @@ class WorkerConsumer:
             await self._check_stream()
         elif reason not in {"start", "update"} and info.subjects != tuple(sorted(subjects)):
             await self._mistrust(info)
-        await self._gain([carried.partitions[s] for s in diff.added])
-        target = lanes.resume_at
+        oldest = await self._gain([carried.partitions[s] for s in diff.added])
+        target = min(lanes.resume_at, oldest or lanes.resume_at)
         if info is None:
             if self._existed:
                 self._ports.metrics.recreated.inc()
@@ -478,14 +515,19 @@ class WorkerConsumer:
         except NotFound:
             return None
 
-    async def _gain(self, partitions: list[Partition]) -> None:
-        """Find unfinished messages of these partitions that the consumer has passed: it must go back for them."""
+    async def _gain(self, partitions: list[Partition]) -> int:
+        """Find messages of these partitions that the consumer has passed: it must go back for them.
+
+        Returns the sequence of the oldest one, or 0.
+        """
         if not partitions or not self._existed:
-            return
-        lanes = self._ports.lanes
+            return 0
+        lanes, oldest = self._ports.lanes, 0
         for partition, seq in zip(partitions, await self._starts.probe(partitions), strict=True):
             if seq is not None and seq < lanes.next_seq:
-                lanes.gain(partition, seq)
+                oldest = min(seq, oldest or seq)
+                lanes.gain(partition, max(seq, self._starts.position(partition.id, partition.subject)))
+        return oldest
 
     async def _take_up(self, filters: FilterSet) -> None:
         """Work out where each partition starts, from the progress record and an existing consumer."""
@@ -494,7 +536,7 @@ class WorkerConsumer:
         if info is not None:
             starts.raise_by(info)
         record = starts.record
-        if starts.granted is not None:
+        if starts.granted is not None or self._ports.stateful:
             await self._take_up_granted(filters)
             return
         if record.fresh:

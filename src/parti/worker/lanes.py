@@ -10,7 +10,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import structlog
@@ -26,6 +27,7 @@ from parti.worker.acks import AckWriter
 
 _log = structlog.get_logger("parti.lanes")
 _EVICT_ABOVE = 10_000
+_LOOK_AGAIN_S = 0.2
 _now = time.time
 
 # Looked up for every message: a global is cheaper than an attribute of an enum.
@@ -110,6 +112,7 @@ class Lanes:
         self._incoming: dict[str, Partition] = {}
         # To be acknowledged once a record is stored that no longer speaks for their partitions.
         self._foreign: list[bytes] = []
+        self._waiters: list[asyncio.Future[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -183,7 +186,7 @@ class Lanes:
 
     def wake(self, lane: Lane) -> None:
         """Let a lane that was held go on, unless something else holds it."""
-        if lane.phase is not Phase.HELD or lane.incoming:
+        if lane.phase is not Phase.HELD or lane.incoming or lane.pausing:
             return
         if lane.careful_to:
             self.on_held(lane)
@@ -276,6 +279,10 @@ class Lanes:
         """Remember positions of partitions that an earlier run had released or parked."""
         self._released.update(released)
 
+    def forget_position(self, partition_id: str) -> None:
+        """Whatever is known of a released partition counts no more: somebody knows better."""
+        self._released.pop(partition_id, None)
+
     def has(self, partition_id: str) -> bool:
         """Whether a partition has a lane already."""
         return partition_id in self._lanes
@@ -323,6 +330,7 @@ class Lanes:
         if self._leaving.get(partition_id) is lane:
             del self._leaving[partition_id]
             self._released[partition_id] = lane.position
+            self._tell_waiters()
             self.on_left()
 
     def forget_foreign(self) -> None:
@@ -489,7 +497,7 @@ class Lanes:
             return
         if lane.phase is _CLOSED:
             self._abandon(lane)
-        elif lane.careful_to:
+        elif lane.careful_to or lane.pausing:
             self._go_on_carefully(lane)
         elif lane.waiting:
             lane.phase = _READY
@@ -502,10 +510,51 @@ class Lanes:
     def _go_on_carefully(self, lane: Lane) -> None:
         self.trying.pop(lane.ownership.partition.id, None)
         lane.phase = Phase.HELD
-        if lane.waiting:
+        if lane.pausing:
+            self._tell_waiters()
+        elif lane.waiting:
             self.wake(lane)
         elif lane.parked:
             self.on_starved(lane)
+
+    # ── standing still ────────────────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def paused(self, partition_id: str) -> AsyncIterator[int | None]:
+        """Start nothing of a partition meanwhile; gives its position, once no handler of it runs.
+
+        None when it has no lane, or is released before its handler has ended.
+        """
+        lane = self._lanes.get(partition_id)
+        if lane is None:
+            yield None
+            return
+        with self.lock:
+            lane.pausing = True
+            if lane.phase is not Phase.RUNNING:
+                lane.phase = Phase.HELD
+        try:
+            while lane.phase is Phase.RUNNING:
+                await self.someone_left()
+            yield lane.position if lane.phase is Phase.HELD else None
+        finally:
+            lane.pausing = False
+            if not lane.waiting and lane.phase is Phase.HELD and not lane.careful_to and not lane.incoming:
+                self.let_through(lane)
+            else:
+                self.wake(lane)
+
+    async def someone_left(self) -> None:
+        """Return when a handler has ended that somebody waits for, or after a moment."""
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        await asyncio.wait([waiter], timeout=_LOOK_AGAIN_S)
+
+    def _tell_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
 
     def bury_head(self, lane: Lane, reason: str) -> None:
         """Dead-letter the head of a lane that is held, without starting it."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import structlog
 
@@ -16,6 +16,8 @@ from parti.errors import PartiError
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.backlog import BacklogReader
 from parti.jetstream.connection import Connection
+from parti.jetstream.kv import Bucket
+from parti.jetstream.state_store import StateStore
 from parti.jetstream.wire import Wire
 from parti.model.partition import PartitionLike, Template
 from parti.telemetry.health import Health
@@ -30,6 +32,8 @@ from parti.worker.parking import Parking
 from parti.worker.progress import ProgressKeeper, ProgressStore
 from parti.worker.runners import Handler, make_runners
 from parti.worker.starts import Granted
+from parti.worker.state import StatefulHandler, StateKeeper
+from parti.worker.stateful import StatefulPartitions
 from parti.worker.unordered import UnorderedLanes
 
 _log = structlog.get_logger("parti.reader")
@@ -51,6 +55,8 @@ class ReaderPorts:
     handler: Handler
     metrics: Metrics
     health: Health
+    states: StateStore | None = None
+    """Where the state of a stateful handler is kept."""
 
 
 class Reader:
@@ -63,10 +69,14 @@ class Reader:
         store: ProgressStore,
         *,
         each_subject: bool,
+        pointers: Bucket | None = None,
         incarnation: int = 0,
         entitled: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`entitled` tells whether the worker id is still held; `incarnation` counts its holders."""
+        """`entitled` tells whether the worker id is still held; `incarnation` counts its holders.
+
+        `pointers` is where the states of a stateful handler are looked up.
+        """
         assert settings.worker_id
         self.entitled = entitled
         self.settings = settings
@@ -93,6 +103,18 @@ class Reader:
             each_subject=each_subject,
         )
         self._caution = Caution(self._lanes, self.store_progress, limit=settings.crash_limit)
+        self._stateful: StatefulPartitions | None = None
+        if ports.states and pointers:
+            keeper = StateKeeper(cast("StatefulHandler", ports.handler), ports.states, pointers)
+            self._stateful = StatefulPartitions(
+                keeper,
+                self._lanes,
+                ports.metrics,
+                ports.health,
+                worker_id=settings.worker_id,
+                stream_created=self._stream_created,
+                checkpoint_interval_s=settings.checkpoint_interval_s,
+            )
         self._runners = make_runners(
             self._lanes, ports.handler, timeout_s=settings.handler_timeout_s, threads=settings.handler_threads
         )
@@ -140,6 +162,7 @@ class Reader:
                 ports.health,
                 self._is_entitled,
                 self._on_new_stream,
+                self._stateful,
             ),
             settings,
             ports.template,
@@ -167,6 +190,8 @@ class Reader:
             watched(self._keep_alive(), "keep-alive", ports.health),
             watched(self._keep_progress(), "progress", ports.health),
         ]
+        if self._stateful:
+            self._upkeep.append(watched(self._stateful.run(), "checkpoints", ports.health))
 
     async def update(self, partitions: Iterable[PartitionLike], granted: Granted | None = None) -> None:
         """Read exactly these partitions; see `WorkerConsumer.update_worker_consumer`."""
@@ -181,6 +206,8 @@ class Reader:
         `left` is called whenever a handler has ended that still ran when its partition was let go.
         """
         self._lanes.on_left = left
+        if self._stateful:
+            self._stateful.on_saved = left
         if self._consumer is None:
             return False
         self._take(self._consumer, granted)
@@ -192,8 +219,11 @@ class Reader:
             self._caution.take(granted.grants)
         positions = {p: g.position for p, g in granted.grants.items()}
         consumer.grant(granted)
-        if granted.stream_created == consumer.stream_created:
+        if not self._stateful and granted.stream_created == consumer.stream_created:
             self._lanes.skip_to(positions)
+
+    def _stream_created(self) -> str:
+        return self._consumer.stream_created if self._consumer else self._ports.stream.created
 
     def _is_entitled(self) -> bool:
         return self.entitled()
@@ -213,8 +243,9 @@ class Reader:
 
     @property
     def busy(self) -> Sequence[str]:
-        """Partitions that were let go and whose handler still runs."""
-        return self._lanes.leaving
+        """Partitions that were let go and whose handler still runs, or whose state is still being saved."""
+        saving = self._stateful.saving if self._stateful else ()
+        return tuple({*self._lanes.leaving, *saving})
 
     @property
     def released(self) -> Sequence[str]:
@@ -244,6 +275,8 @@ class Reader:
         if drain:
             clean = await self._runners.drain(self.settings.drain_timeout_s)
             await self._settle_dead_letters()
+        if self._stateful:
+            await self._stateful.stop(save=drain and clean, timeout_s=self.settings.drain_timeout_s)
         await self._caution.stop()
         await self._runners.stop()
         self._stop_listening()

@@ -14,6 +14,7 @@ import structlog
 
 from parti.core.filters import FilterSet
 from parti.core.progress import Progress
+from parti.core.retention import WORK_QUEUE
 from parti.errors import SubjectMismatch
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.model.fleet import Grant
@@ -57,15 +58,23 @@ class Starts:
         self._only_new = only_new
         self._each_subject = each_subject
         self._news_from: dict[str, int] = {}
+        self._states: dict[str, int] = {}
 
     def position(self, partition_id: str, subject: str) -> int:
         """Where a partition stands; 0 when nothing is known of it."""
+        if partition_id in self._states:
+            # What is not in the state has to be handled again, whoever has handled it.
+            return max(self._states[partition_id], self._lanes.known_position(partition_id))
         known = self._lanes.known_position(partition_id)
         granted = self.granted
         if granted and granted.stream_created == self.stream.created:
             grant = granted.grants.get(partition_id)
             known = max(known, grant.position if grant else granted.incoming.get(partition_id, 0))
         return max(known, self._news_from.get(partition_id, 0), self.record.position(partition_id, subject))
+
+    def begin_at(self, partition_id: str, position: int) -> None:
+        """The partition begins where its state was saved, whatever else is known."""
+        self._states[partition_id] = position
 
     def raise_by(self, info: ConsumerInfo) -> None:
         """Take in what an existing consumer has acknowledged."""
@@ -76,13 +85,14 @@ class Starts:
         self.stream = stream
         self.record = Progress(stream=stream.name, stream_created=stream.created)
         self._news_from.clear()
+        self._states.clear()
 
     async def last_seq(self) -> int:
         """The stream's last sequence, by its leader."""
         return (await self._api.stream_info(self.stream.name)).last_seq
 
     async def probe(self, partitions: Sequence[Partition]) -> list[int | None]:
-        """The first unfinished message of each partition."""
+        """The first message of each partition that has to be delivered."""
         room = asyncio.Semaphore(_PROBES_AT_ONCE)
 
         async def probe(partition: Partition) -> int | None:
@@ -99,8 +109,9 @@ class Starts:
             self._news_from |= dict.fromkeys(unknown, await self.last_seq() + 1)
 
     async def first_unfinished(self, partition: Partition) -> int | None:
-        """Sequence of the first message at or after the partition's position, or None."""
-        start = self.position(partition.id, partition.subject)
+        """Sequence of the first message that has to be delivered, or None."""
+        # On a work-queue nothing should be left below the position; what is has lost its acknowledgement.
+        start = 0 if self.stream.retention == WORK_QUEUE.name else self.position(partition.id, partition.subject)
         message = await self._api.next_on_subject(self.stream.name, partition.subject, start)
         return message.seq if message else None
 

@@ -86,7 +86,8 @@ class StateKeeper:
 
     Whoever calls sees to it that no handler of the partition runs meanwhile, and that a partition is saved or loaded
     once at a time. Errors are `StateError`s that name the partition, or `LeaseLost`. A call that is cancelled
-    abandons a plain `snapshot` or `restore`: its thread fails at the next piece.
+    abandons a plain `snapshot` or `restore`: its thread fails at the next piece. `settle` before the connection is
+    closed.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class StateKeeper:
         self._store = store
         self._pointers = pointers
         self._turns = asyncio.Semaphore(at_once)
+        self._chores: set[asyncio.Task[None]] = set()
 
     async def save(
         self, partition: Partition, *, position: int, fence: int, worker: str = "", stream_created: str = ""
@@ -121,7 +123,7 @@ class StateKeeper:
                     )
                 before = await self._point(partition, pointer, before, revision)
             if before is not None:
-                await _clear(partition, self._store.remove(before))
+                self._clear(partition, self._store.remove(before))
             return pointer
 
     async def load(self, partition: Partition, *, fence: int, stream_created: str = "") -> int | None:
@@ -136,7 +138,7 @@ class StateKeeper:
                 pointer = await self._load(partition, fence, stream_created)
             if pointer is None:
                 return None
-            await _clear(partition, self._store.remove_older(partition.id, pointer))
+            self._clear(partition, self._store.remove_older(partition.id, pointer))
             return pointer.position
 
     async def _load(self, partition: Partition, fence: int, stream_created: str) -> StatePointer | None:
@@ -155,6 +157,24 @@ class StateKeeper:
                 continue
             return pointer
         raise StateUnavailable(f"the state of partition {partition.id!r} is replaced faster than it can be read")
+
+    async def settle(self) -> None:
+        """Wait until everything that no pointer names any more is removed, as far as that is possible now."""
+        while self._chores:
+            await asyncio.wait(self._chores)
+
+    def _clear(self, partition: Partition, removal: Awaitable[int]) -> None:
+        """Remove in the background: a large state takes its time, and the partition should not wait for it."""
+
+        async def clear() -> None:
+            try:
+                await removal
+            except PartiError as error:
+                _log.warning("an old state is left to the sweep", partition=partition.id, error=str(error))
+
+        chore = asyncio.create_task(clear(), name="parti-state-removal")
+        self._chores.add(chore)
+        chore.add_done_callback(self._chores.discard)
 
     async def _read(self, partition: Partition) -> tuple[StatePointer | None, int]:
         entry = await self._store.persist(lambda: self._pointers.get(state_key(partition.id)))
@@ -211,7 +231,7 @@ class StateKeeper:
                 return before  # Written, only the answer got lost.
             if now and now != revision:
                 if not (found and found.fence == pointer.fence and pointer.fence):
-                    await _clear(partition, self._store.remove(pointer))
+                    self._clear(partition, self._store.remove(pointer))
                     raise StateFenced(_fenced(partition, pointer.fence, found.fence if found else 0))
                 # An earlier write of this owner, given up as unanswered, has arrived after all.
                 before, revision = found, now
@@ -239,13 +259,6 @@ class StateKeeper:
 def _undecided(error: PartiError) -> bool:
     """Whether only reading back can tell what became of a write; a bucket away for a moment is "not found"."""
     return error.retryable or isinstance(error, (WrongRevision, NotFound))
-
-
-async def _clear(partition: Partition, removal: Awaitable[int]) -> None:
-    try:
-        await removal
-    except PartiError as error:
-        _log.warning("an old state is left to the sweep", partition=partition.id, error=str(error))
 
 
 @contextlib.contextmanager

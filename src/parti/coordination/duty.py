@@ -1,0 +1,190 @@
+"""Applying assignments: what a worker is told to own, brought into force step by step.
+
+Two loops, because one must not wait for the other. Letting go is quick and others wait for it: it happens as soon as
+an assignment arrives. Telling the server what the consumer carries may take a while, is coalesced, and always goes
+for the newest assignment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from parti.coordination.control_plane import ControlPlane
+from parti.coordination.fleet_parts import FleetParts
+from parti.coordination.hooks import Hooks, WorkerConsumerUpdater, call_hooks
+from parti.coordination.worker_ids import Seat
+from parti.model.fleet import Assignment
+from parti.model.partition import Partition
+
+_log = structlog.get_logger("parti.duty")
+_RETRY_S = 0.5
+_BUSY_S = 0.2
+"""How soon positions that could not be stored are tried again, with partitions to give away."""
+
+
+class ReadingSide(WorkerConsumerUpdater, Protocol):
+    """What the manager needs of whoever reads and handles."""
+
+    async def seated(self, seat: Seat, plane: ControlPlane) -> None:
+        """This process holds a worker id now: get ready to read under it, but start nothing yet."""
+
+    def permit(self, until_s: float) -> None:
+        """Handlers may be started until this moment of the monotonic clock; `-inf`: not at all."""
+
+    def let_go(self, keep: Sequence[Partition], told: Callable[[], None]) -> bool:
+        """Start nothing more in partitions that are not among `keep`, and begin at once with new ones that are ready.
+
+        Returns whether that is all it takes for others to get them, once `settle` names them no longer; otherwise the
+        consumer has to be updated first. `told` is called when a handler that still ran has ended.
+        """
+        ...
+
+    async def settle(self) -> Sequence[str]:
+        """Store the positions; returns the partitions that were let go and whose handler still runs."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Fields of `HealthRecord` that the reading side knows."""
+
+
+class Duty:
+    """What one holding of a worker id has been told, and how far that has got.
+
+    `changed` is called whenever there is something to report; with True when an assignment has come into force.
+    """
+
+    def __init__(
+        self, parts: FleetParts, reading: ReadingSide, hooks: Hooks, changed: Callable[[bool], None]
+    ) -> None:
+        self.offered: Assignment | None = None
+        """The newest assignment."""
+        self.partitions: tuple[Partition, ...] = ()
+        """What this worker owns now."""
+        self.busy: tuple[str, ...] = ()
+        """Partitions that were let go and that others must not get yet."""
+        self.settled_version = 0
+        """Of the assignment: what it took away has been let go, but for the busy ones; positions are stored."""
+        self.ready_version = 0
+        """Of the assignment: all of its partitions, incoming ones included, are being read."""
+        self.ready = asyncio.Event()
+        """Set once a first assignment has come into force."""
+        self.stopping = False
+        self._parts = parts
+        self._reading = reading
+        self._hooks = hooks
+        self._changed = changed
+        self._worker_id = ""
+        self._told: tuple[Partition, ...] = ()
+        self._let_go: Assignment | None = None
+        self._applied: Assignment | None = None
+        self._news = asyncio.Event()
+        self._to_apply = asyncio.Event()
+
+    def begin(self, worker_id: str) -> None:
+        """A worker id is held from now on; whatever was told before counts no more."""
+        self._worker_id = worker_id
+        self.offered = self._let_go = self._applied = None
+        self.settled_version = self.ready_version = 0
+
+    def end(self) -> None:
+        """The worker id is lost."""
+        self._let_go = self._applied = None
+
+    def offer(self, assignment: Assignment) -> None:
+        """Take in an assignment for this holding of the id."""
+        self.offered = assignment
+        self._news.set()
+
+    def began_under(self, incarnation: int) -> bool:
+        """Whether an assignment for this holding of the id is in force."""
+        return self._applied is not None and self._applied.incarnation == incarnation
+
+    def runs(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """The loops; they end only by an error, or cancelled."""
+        return iter((self._keep_letting_go(), self._keep_applying()))
+
+    # ── letting go ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_letting_go(self) -> None:
+        while True:
+            self._news.clear()
+            offered = self.offered
+            if offered is not None and offered is not self._let_go and not self.stopping:
+                await self._begin(offered)
+                continue
+            if self.busy:
+                await self._settle(self.settled_version)
+            try:
+                async with asyncio.timeout(_BUSY_S if self.busy else None):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    async def _begin(self, offered: Assignment) -> None:
+        """First the application's hooks, then the reading side lets go; the rest is for the other loop."""
+        new = self._partitions_of(offered)
+        if new != self._told or self._applied is None:
+            old, self._told = self._told, new
+            await self._call_hooks(self._hooks.on_assignment_changed, (old, new))
+        released = self._reading.let_go(new, self._news.set)
+        self._let_go = offered
+        self._to_apply.set()
+        if released:
+            await self._settle(offered.version)
+
+    async def _settle(self, version: int) -> None:
+        """Store positions, and report what has been let go."""
+        self.busy = tuple(await self._reading.settle())
+        self.settled_version = max(version, self.settled_version)
+        self._changed(False)
+
+    # ── applying ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_applying(self) -> None:
+        while True:
+            self._to_apply.clear()
+            begun = self._let_go
+            if begun is None or begun is self._applied or self.stopping:
+                await self._to_apply.wait()
+            elif not await self._apply(begun):
+                await asyncio.sleep(_RETRY_S)
+
+    async def _apply(self, begun: Assignment) -> bool:
+        new = self._partitions_of(begun)
+        try:
+            await self._reading.update_worker_consumer(self._worker_id, new)
+        except Exception as error:
+            if self.stopping:
+                return False
+            # Of parti, or of an updater that is not: it is tried again either way.
+            _log.error("the assignment could not be applied; the last one stays", error=str(error) or repr(error))
+            await self._call_hooks(self._hooks.on_error, (error,))
+            return False
+        gained, lost = len(set(new) - set(self.partitions)), len(set(self.partitions) - set(new))
+        self.partitions = new
+        self._applied = begun
+        self._parts.metrics.assignment_changes.inc()
+        _log.info(
+            "owns",
+            worker=self._worker_id,
+            partitions=len(new),
+            gained=gained,
+            lost=lost,
+            incoming=len(begun.incoming),
+            version=begun.version,
+            term=begun.term,
+        )
+        self.ready_version = begun.version
+        self.ready.set()
+        self._changed(True)
+        await self._settle(begun.version)
+        return True
+
+    def _partitions_of(self, assignment: Assignment) -> tuple[Partition, ...]:
+        return tuple(sorted(self._parts.template.partitions(assignment.partitions), key=lambda p: p.id))
+
+    async def _call_hooks(self, hooks: Sequence[Any], arguments: tuple[Any, ...]) -> None:
+        await call_hooks(hooks, arguments, worker_id=self._worker_id, metrics=self._parts.metrics)
