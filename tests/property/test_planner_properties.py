@@ -303,7 +303,7 @@ def settled_fleets(draw: st.DrawFn, strategies: st.SearchStrategy[str]) -> Clock
     return clockwork
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=500)
 @given(
     clockwork=settled_fleets(st.sampled_from(["sticky", "hash"])),
     what=st.sampled_from(["join", "leave", "lose", "drain"]),
@@ -380,7 +380,7 @@ events = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(strategy=st.sampled_from(STRATEGY_NAMES), partitions=st.integers(1, 20), events=events)
 def test_the_same_history_gives_the_same_decisions(
     strategy: str, partitions: int, events: list[tuple[str, str]]

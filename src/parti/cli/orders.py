@@ -18,7 +18,7 @@ from rich.text import Text
 
 from parti.cli.control import Control, count, listed, no_such_worker, open_console, print_json, span, timestamp
 from parti.coordination.orders import Change, Situation, obstacle, read_situation, watch_situation
-from parti.errors import ConfigError, ControlPlaneReset
+from parti.errors import ConfigError, ControlPlaneReset, RequestTimeout
 from parti.jetstream.kv import Entry
 from parti.model.fleet import Orders
 from parti.strategies import natural_order
@@ -27,6 +27,7 @@ NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Return as soon as
 TimeoutOption = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Wait no longer than this.")]
 TIMEOUT_S = 60.0
 
+_READ_S = 10.0
 _DRAW_S = 0.05
 _LOOK_S = 1.0
 _SAY_S = 5.0
@@ -74,9 +75,21 @@ class Outcome:
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+async def read_all(control: Control) -> Situation:
+    """The fleet and its orders as they are, whether there is a fleet or not."""
+    try:
+        async with asyncio.timeout(_READ_S):
+            return await read_situation(control.plane)
+    except TimeoutError:
+        raise RequestTimeout(
+            f"{control.place} was not read within {_READ_S:g} s; look whether the server is overloaded or has no "
+            f"leader for the stream KV_{control.settings.bucket}"
+        ) from None
+
+
 async def look(control: Control) -> Situation:
     """The fleet and its orders as they are; raises `ConfigError` when there is no fleet in the bucket."""
-    situation = await read_situation(control.plane)
+    situation = await read_all(control)
     if situation.fleet is None:
         raise ConfigError(
             f"there is no fleet in {control.place}: only workers on their own (--solo) have run here, and they take "
@@ -100,7 +113,7 @@ def partitions_named(names: Iterable[str], known: Collection[str]) -> tuple[str,
 def _examples(known: Collection[str]) -> str:
     if not known:
         return "no partition has been claimed yet"
-    return f"there are {count(len(known), 'partition')}, such as {listed(natural_order(known), _CLOSE)}"
+    return f"there are {count(len(known), 'partition')}, such as {', '.join(natural_order(known)[:_CLOSE])}"
 
 
 def worker_named(name: str, situation: Situation, also: Collection[str] = ()) -> str:

@@ -40,7 +40,7 @@ from parti.errors import ConfigError, NotFound
 from parti.model.fleet import Orders
 from parti.strategies import natural_order
 
-_PartitionsArgument = Annotated[list[str] | None, typer.Argument(metavar="[PARTITION]", show_default=False)]
+_PartitionsArgument = Annotated[list[str] | None, typer.Argument(metavar="PARTITION", show_default=False)]
 
 
 def pause(
@@ -196,9 +196,11 @@ def _resume_summary(named: Sequence[str], resumed: Sequence[str], change: Change
         said.append(f"{count(len(resumed), 'partition')} resumed{took}")
     if not said:
         were = f"{listed(named)} {'was' if len(named) == 1 else 'were'}" if named else "moves were"
-        said.append(f"{were} not paused; nothing has changed")
+        said.append(f"nothing has changed: {were} not paused")
     if change.after.paused and not named:
-        paused = change.after.paused
-        said.append(f"{listed(paused)} {'stays' if len(paused) == 1 else 'stay'} paused: name them, or use --all")
+        paused, one = change.after.paused, len(change.after.paused) == 1
+        said.append(
+            f"{listed(paused)} {'stays' if one else 'stay'} paused: name {'it' if one else 'them'}, or use --all"
+        )
     text = "; ".join(said)
     return f"{text[0].upper()}{text[1:]}."

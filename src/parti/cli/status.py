@@ -30,14 +30,17 @@ from parti.cli.control import (
     span,
     timestamp,
 )
+from parti.cli.orders import orders_json, read_all
 from parti.cli.workers import WorkerRow, worker_rows, worker_table
 from parti.config import Settings
+from parti.coordination.orders import Situation, watch_situation
 from parti.coordination.records import Records
 from parti.core.fleet_report import FleetReport
 from parti.core.fleet_view import FleetState
 from parti.errors import ConfigError
 from parti.jetstream.kv import Entry
-from parti.model.fleet import LeaderRecord
+from parti.model.fleet import LeaderRecord, Orders
+from parti.strategies import natural_order
 
 _BY_WEIGHT = (
     *(
@@ -58,6 +61,7 @@ _BY_WEIGHT = (
 """The columns, the most important ones first."""
 _PASSING = frozenset({FleetState.WAITING, FleetState.SCALING, FleetState.REBALANCING, FleetState.EMERGENCY})
 """States of a rebalancer that is at work."""
+_STATES = ("owned", "preparing", "moving", "waiting", "paused", "unowned")
 _OTHER_LINES = 5
 """Titles of the table, two empty lines, the count of workers left out, and the prompt that follows."""
 _SAID = 5
@@ -95,7 +99,8 @@ def status(
 
 async def _look(settings: Settings) -> Picture:
     async with open_control(settings) as control:
-        return take_picture(control.place, await control.read())
+        situation = await read_all(control)
+        return take_picture(control.place, situation.records, situation.orders)
 
 
 def _watch(settings: Settings, console: Console) -> None:
@@ -136,30 +141,32 @@ class Picture:
     report: FleetReport
     rows: Sequence[WorkerRow]
     partitions: Counter[str]
-    """By what can be said of them: owned, moving, waiting, unowned."""
+    """By what can be said of them: owned, preparing, moving, waiting, paused, unowned."""
+    orders: Orders
     verdict: Verdict
 
 
-def take_picture(place: str, records: Records) -> Picture:
+def take_picture(place: str, records: Records, orders: Orders | None = None) -> Picture:
     """Put together what the records say."""
-    now, report = datetime.now(UTC), records.report()
-    rows = worker_rows(records, now)
+    now, report, orders = datetime.now(UTC), records.report(), orders or Orders()
+    rows = worker_rows(records, now, orders)
     partitions: Counter[str] = Counter()
-    for claim in records.claims.values():
+    for partition, claim in records.claims.items():
         owner = records.members.get(claim.owner)
         if claim.state == "free":
-            continue
-        if owner is None:
+            partitions["paused"] += partition in orders.paused
+        elif owner is None:
             partitions["unowned"] += 1
         elif owner.state == "away":
             partitions["waiting"] += 1
         else:
             partitions[claim.state] += 1
-    return Picture(place, now, report, rows, partitions, _judge(records, report, rows, partitions))
+    notes = (*_notes(records, report, rows, partitions), *_standing(records, orders))
+    verdict = _judge(records, report, tuple(_problems(records, report, rows)), notes)
+    return Picture(place, now, report, rows, partitions, orders, verdict)
 
 
-def _judge(records: Records, report: FleetReport, rows: Sequence[WorkerRow], partitions: Counter[str]) -> Verdict:
-    problems, notes = tuple(_problems(records, report, rows)), tuple(_notes(records, report, rows, partitions))
+def _judge(records: Records, report: FleetReport, problems: tuple[str, ...], notes: tuple[str, ...]) -> Verdict:
     if problems:
         return Verdict(problems, notes, f"Look at this: {_in_short(problems)}.")
     there = f"{count(report.partitions, 'partition')} on {count(len(records.members), 'worker')}"
@@ -218,6 +225,21 @@ def _notes(
     versions = Counter(member.version for member in records.members.values())
     if len(versions) > 1:
         yield f"different versions of parti are running: {', '.join(f'{v} ({n})' for v, n in versions.most_common())}"
+
+
+def _standing(records: Records, orders: Orders) -> Iterator[str]:
+    """Orders that somebody may have forgotten to take back."""
+    if orders.hold_moves:
+        yield "moves are paused, until 'parti resume'"
+    if orders.paused:
+        are = "is" if len(orders.paused) == 1 else "are"
+        yield f"{count(len(orders.paused), 'partition')} {are} paused ({listed(orders.paused, 3)})"
+    if orders.drained:
+        yield f"{listed(orders.drained)} {'is' if len(orders.drained) == 1 else 'are'} drained"
+    absent = [worker for worker in orders.placed.values() if worker not in records.members]
+    if absent:
+        are, not_here = "is" if len(absent) == 1 else "are", listed(natural_order(set(absent)))
+        yield f"{count(len(absent), 'partition')} {are} placed on {not_here}, not here at the moment"
 
 
 def _late(records: Records, worker: str) -> bool:
@@ -279,15 +301,33 @@ def _head(picture: Picture) -> Table:
     states = Counter(row.shown_state for row in picture.rows)
     by_state = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
     head.add_row("workers", f"{len(picture.rows):,}{': ' + by_state if by_state else ''}")
-    owned, moving, waiting, unowned = (picture.partitions[k] for k in ("owned", "moving", "waiting", "unowned"))
-    partitions = Text(f"{picture.report.partitions:,}: {owned:,} owned, {moving:,} moving, ")
-    if waiting:
+    numbers = picture.partitions
+    unowned = numbers["unowned"]
+    preparing = f"{numbers['preparing']:,} preparing to move, " if numbers["preparing"] else ""
+    partitions = Text(f"{picture.report.partitions:,}: {numbers['owned']:,} owned, {preparing}")
+    partitions.append(f"{numbers['moving']:,} moving, ")
+    if waiting := numbers["waiting"]:
         partitions.append(f"{waiting:,} waiting, ", style="yellow")
     partitions.append(f"{unowned:,} unowned", style="bold red" if unowned else "")
     if unowned:
         partitions.append(f" ({listed(picture.report.unowned, 3)})")
+    if paused := numbers["paused"]:
+        partitions.append(f"; {paused:,} paused", style="yellow")
     head.add_row("partitions", partitions)
+    if orders := "; ".join(_orders_said(picture.orders)):
+        head.add_row("orders", Text(orders))
     return head
+
+
+def _orders_said(orders: Orders) -> Iterator[str]:
+    if orders.hold_moves:
+        yield "no planned moves"
+    if orders.drained:
+        yield f"{listed(orders.drained)} to own nothing"
+    if orders.paused:
+        yield f"{count(len(orders.paused), 'partition')} paused ({listed(orders.paused, 3)})"
+    if orders.placed:
+        yield f"{count(len(orders.placed), 'partition')} placed ({listed(natural_order(orders.placed), 3)})"
 
 
 def _leader_text(leader: LeaderRecord, now: datetime) -> Text:
@@ -302,24 +342,24 @@ def _leader_text(leader: LeaderRecord, now: datetime) -> Text:
 
 async def _keep_showing(control: Control, console: Console) -> None:
     """Draw at every change, and each second for the ages, until cancelled; the last screen stays."""
-    records, changed = Records(), asyncio.Event()
+    situation, changed = Situation(), asyncio.Event()
     picture: Picture | None = None
 
     def on_reset(created: str) -> None:
-        nonlocal records
-        records = Records()
+        nonlocal situation
+        situation = Situation()
 
     def on_entry(key: str, entry: Entry) -> None:
-        records.take(key, entry)
+        situation.take(key, entry)
         changed.set()
 
-    watch = control.watch(on_entry, on_reset)
+    watch = watch_situation(control.plane, on_entry, on_reset)
     try:
         await watch.start()
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 changed.clear()
-                picture = take_picture(control.place, records)
+                picture = take_picture(control.place, situation.records, situation.orders)
                 screen = draw(picture, console, fit=True)
                 if not watch.healthy:
                     old = Text(f"No news, so this may be old: {watch.last_error}", style="bold red")
@@ -357,10 +397,11 @@ def _json(bucket: str, picture: Picture) -> dict[str, Any]:
         },
         "partitions": {
             "total": report.partitions,
-            **{state: picture.partitions[state] for state in ("owned", "moving", "waiting", "unowned")},
+            **{state: picture.partitions[state] for state in _STATES},
             "moving_partitions": list(report.moving),
             "unowned_partitions": list(report.unowned),
         },
+        "orders": orders_json(picture.orders),
         "workers": [_row_json(row) for row in picture.rows],
     }
 

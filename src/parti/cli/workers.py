@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,10 +29,12 @@ from parti.cli.control import (
     span,
     timestamp,
 )
+from parti.cli.orders import read_all
+from parti.coordination.orders import Situation
 from parti.coordination.records import Records
 from parti.core.fleet_report import WorkerReport
 from parti.errors import ConfigError
-from parti.model.fleet import Claim, MemberRecord
+from parti.model.fleet import Claim, MemberRecord, Orders
 from parti.strategies import natural_key
 
 _SECRET = "token"
@@ -54,12 +57,13 @@ def workers(
     """
     settings = read_settings(nats, bucket)
 
-    async def read() -> tuple[str, Records]:
+    async def read() -> tuple[str, Situation]:
         async with open_control(settings) as control:
-            return control.place, await control.read()
+            return control.place, await read_all(control)
 
-    place, records = asyncio.run(read())
-    rows = worker_rows(records, datetime.now(UTC))
+    place, situation = asyncio.run(read())
+    records = situation.records
+    rows = worker_rows(records, datetime.now(UTC), situation.orders)
     if name is None:
         if json:
             print_json(_list_json(settings.bucket, rows))
@@ -84,6 +88,10 @@ class WorkerRow:
     roles: tuple[str, ...]
     """What it leads."""
     now: datetime
+    drained: bool = False
+    """Operators want it to own nothing."""
+    placed: int = 0
+    """Partitions that operators have placed on it."""
 
     @property
     def worker(self) -> str:
@@ -92,12 +100,14 @@ class WorkerRow:
 
     @property
     def state(self) -> str:
-        """`gone`, `draining` or `away` by its lease, else what it says itself."""
+        """`gone`, `draining` or `away` by its lease, `drained` by an order, else what it says itself."""
         member, health = self.report.member, self.report.health
         if member is None:
             return "gone"
         if member.state != "active":
             return member.state
+        if self.drained:
+            return "drained"
         return health.state if health and health.state else "starting"
 
     @property
@@ -124,9 +134,13 @@ class WorkerRow:
         return "green" if self.state == "stable" else "yellow"
 
 
-def worker_rows(records: Records, now: datetime) -> list[WorkerRow]:
+def worker_rows(records: Records, now: datetime, orders: Orders | None = None) -> list[WorkerRow]:
     """One row for each worker that is here, or that still owns something."""
-    return [WorkerRow(report, _roles(records, report.worker), now) for report in records.report().workers]
+    drained, placed = (orders.drained, Counter(orders.placed.values())) if orders else ((), Counter[str]())
+    return [
+        WorkerRow(each, _roles(records, each.worker), now, each.worker in drained, placed[each.worker])
+        for each in records.report().workers
+    ]
 
 
 def _roles(records: Records, worker: str) -> tuple[str, ...]:
@@ -291,7 +305,7 @@ def _print_detail(console: Console, row: WorkerRow, records: Records) -> None:
         console.print("It owns no partition.")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    changing = any(claim.state == "moving" for _, claim in claims)
+    changing = any(claim.state != "owned" for _, claim in claims)
     table.add_column("partition", overflow="fold", min_width=9)
     if changing:
         table.add_column("state", overflow="fold")
@@ -311,7 +325,7 @@ def _facts(row: WorkerRow) -> list[tuple[str, str]]:
     report, member, health = row.report, row.report.member, row.report.health
     facts = [("worker", row.worker), ("state", _full_state(row)), ("leads", ", ".join(row.roles))]
     owns = f"{count(report.owned, 'partition')}, {report.leaving} leaving, {report.coming} coming"
-    facts.append(("owns", owns))
+    facts += [("owns", owns), ("orders", _orders_text(row))]
     if member is None:
         facts.append(("lease", "ended: nobody holds this worker id"))
     else:
@@ -343,6 +357,11 @@ def _facts(row: WorkerRow) -> list[tuple[str, str]]:
     ]
 
 
+def _orders_text(row: WorkerRow) -> str:
+    said = [f"to own nothing, until 'parti drain {row.worker} --undo'"] * row.drained
+    return "; ".join([*said, *[f"{count(row.placed, 'partition')} placed here"] * bool(row.placed)])
+
+
 def _full_state(row: WorkerRow) -> str:
     return row.state if row.state == row.shown_state else f"{row.state}, {row.shown_state}"
 
@@ -354,6 +373,8 @@ def _claims_of(worker: str, records: Records) -> list[tuple[str, Claim]]:
 
 
 def _claim_state(worker: str, claim: Claim) -> str:
+    if claim.state == "preparing":
+        return f"stays until {claim.next} is ready" if claim.owner == worker else f"prepares, still on {claim.owner}"
     if claim.state != "moving":
         return claim.state
     return f"leaves to {claim.next or 'nobody'}" if claim.owner == worker else f"comes from {claim.owner}"

@@ -62,7 +62,7 @@ class Candidacy:
         if office.role == "monitor":
             await monitor(self._plane, metrics)
         elif office.role == "cleanup":
-            await clean_up(self._plane, office)
+            await clean_up(self._plane, office, self._parts.stream, self._fleet.prefix)
         else:
             await self._rebalance(office)
 

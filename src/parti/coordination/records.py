@@ -60,6 +60,11 @@ class Records:
         except (msgspec.ValidationError, msgspec.DecodeError):
             self.unreadable += 1
 
+    @property
+    def named_in_claims(self) -> frozenset[str]:
+        """Workers that own something, or are about to."""
+        return frozenset(name for claim in self.claims.values() for name in (claim.owner, claim.next) if name)
+
     def report(self) -> FleetReport:
         """The fleet at this moment."""
         return report_fleet(self.members, self.health, self.claims, self.leaders.get("rebalancer"))

@@ -11,10 +11,11 @@ from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Office
 from parti.coordination.lease import clock
 from parti.coordination.records import KEYS, Records
-from parti.errors import WrongRevision
+from parti.core.consumer_config import worker_of
+from parti.errors import NotFound, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, Write
 from parti.jetstream.watch import Watch
-from parti.model.fleet import key_of
+from parti.model.fleet import Assignment, HealthRecord, key_of
 from parti.telemetry.metrics import Metrics
 
 _log = structlog.get_logger("parti.roles")
@@ -50,21 +51,13 @@ async def monitor(plane: ControlPlane, metrics: Metrics) -> None:
         await watch.stop()
 
 
-async def clean_up(plane: ControlPlane, office: Office) -> None:
-    """Remove health and assignment of workers that have long been gone and own nothing; positions are kept."""
+async def clean_up(plane: ControlPlane, office: Office, stream: str, prefix: str) -> None:
+    """Remove what workers left behind that are gone and own nothing; positions are kept."""
     while True:
         entries = await plane.read("ids.>", "health.>", "claims.>", "assignment.>")
         records = Records.of(entries)
-        needed = {name for claim in records.claims.values() for name in (claim.owner, claim.next)}
-        now = datetime.now(UTC)
-        gone = [
-            worker
-            for worker, said in records.health.items()
-            if worker not in records.members
-            and worker not in needed
-            and (now - said.at).total_seconds() > _FORGET_AFTER_S
-        ]
-        for worker in gone:
+        await _remove_consumers(plane, stream, prefix, records)
+        for worker in _long_gone(records):
             keys = [k for kind in ("health", "assignment") if (k := key_of(kind, worker)) in entries]
             try:
                 await office.write([Write(k, b"", entries[k].revision, MARKER_TTL_S, deletes=True) for k in keys])
@@ -72,3 +65,43 @@ async def clean_up(plane: ControlPlane, office: Office) -> None:
                 continue  # it is back
             _log.info("forgot a worker that is long gone", worker=worker)
         await asyncio.sleep(_CLEAN_S)
+
+
+def _long_gone(records: Records) -> list[str]:
+    """Workers whose last word was long ago and that own nothing."""
+    now, needed = datetime.now(UTC), records.named_in_claims
+    return [
+        worker
+        for worker, said in records.health.items()
+        if worker not in records.members
+        and worker not in needed
+        and (now - said.at).total_seconds() > _FORGET_AFTER_S
+    ]
+
+
+async def _remove_consumers(plane: ControlPlane, stream: str, prefix: str, records: Records) -> None:
+    """Delete consumers of workers that are gone: on interest streams they would hold on to messages for ever.
+
+    Not before everybody carries what it has been told to: until then such a consumer may be what keeps the messages
+    of a partition that is about to be read by somebody else.
+    """
+    said = records.health
+    behind = [
+        w for w, told in records.assignments.items() if w in records.members and not _has_applied(told, said.get(w))
+    ]
+    if behind:
+        return
+    for name in await plane.api.consumer_names(stream):
+        worker = worker_of(name, prefix)
+        known = worker in records.health or worker in records.assignments
+        if not known or worker in records.members or worker in records.named_in_claims:
+            continue
+        try:
+            await plane.api.delete_consumer(stream, name)
+        except NotFound:
+            continue
+        _log.info("removed the consumer of a worker that is gone", consumer=name)
+
+
+def _has_applied(told: Assignment, said: HealthRecord | None) -> bool:
+    return said is not None and said.incarnation == told.incarnation and said.ready >= told.version

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 NANOSECONDS = 1_000_000_000
+HOLD = "-hold-"
+"""Between the name of a worker's consumer and the rest of the name of a hold (`parti.worker.holds`)."""
 
 # The server refuses an update that changes one of these (nats-server 2.15).
 IMMUTABLE_FIELDS = frozenset(
@@ -45,6 +47,12 @@ class ConsumerTuning:
 def consumer_name(prefix: str, worker_id: str) -> str:
     """Name (and durable name) of a worker's consumer."""
     return f"{prefix}-{worker_id}"
+
+
+def worker_of(consumer: str, prefix: str) -> str:
+    """Whose consumer or hold this is; empty when it is nobody's of this fleet."""
+    rest = consumer.removeprefix(f"{prefix}-")
+    return "" if rest == consumer else rest.partition(HOLD)[0]
 
 
 def build_config(

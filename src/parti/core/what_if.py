@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -29,7 +29,7 @@ from parti.core.fleet_view import (
     Release,
 )
 from parti.core.planner import Planner
-from parti.model.fleet import Claim, HealthRecord
+from parti.model.fleet import Claim, HealthRecord, Orders
 from parti.strategies import Sticky, minimum_moves
 from parti.strategies.interface import Slot, Strategy
 
@@ -68,6 +68,7 @@ class Fleet:
     claims: Mapping[str, Claim]
     settled: bool = True
     """The rebalancer is done, and leaves an imbalance within the hysteresis alone."""
+    orders: Orders = field(default_factory=Orders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,9 @@ class _Future:
     """The fleet after the change, and what the planner makes of it."""
 
     def __init__(self, fleet: Fleet, change: Change, strategy: Strategy, policy: Policy) -> None:
+        # How many move at a time changes when they move, not where to; and turns are counted here.
+        policy = replace(policy, moves_at_once=max(policy.moves_at_once, len(fleet.claims)))
+        self._orders = fleet.orders
         self._start = fleet.claims
         self._claims = dict(fleet.claims)
         self._partitions = tuple(p for p, claim in fleet.claims.items() if _is_wanted(claim))
@@ -167,7 +171,9 @@ class _Future:
         return decision
 
     def _view(self, now_s: float) -> FleetView:
-        return FleetView(now_s, self._members, self._partitions, self._claims, self._health, self._left)
+        return FleetView(
+            now_s, self._members, self._partitions, self._claims, self._health, self._left, orders=self._orders
+        )
 
     def _do(self, command: Command, after_s: float) -> None:
         partition, claim = command.partition, self._claims[command.partition]

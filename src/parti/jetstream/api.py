@@ -145,6 +145,15 @@ class JetStreamApi:
         except NotFound:
             return _stream_info(await self.call(f"STREAM.CREATE.{name}", config))
 
+    async def consumer_names(self, stream: str) -> list[str]:
+        """Names of all consumers of a stream; raises `NotFound`."""
+        names: list[str] = []
+        while True:
+            page = await self.call(f"CONSUMER.NAMES.{stream}", {"offset": len(names)})
+            names += page.get("consumers") or []
+            if not page.get("consumers") or len(names) >= page["total"]:
+                return names
+
     async def consumer_info(self, stream: str, name: str) -> ConsumerInfo:
         """State and configuration of a consumer; raises `NotFound`."""
         return _consumer_info(await self.call(f"CONSUMER.INFO.{stream}.{name}"))

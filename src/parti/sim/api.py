@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from parti.model.subjects import has_wildcard
 from parti.sim import consumer_api, direct
@@ -63,14 +64,13 @@ def _call(server: ModelServer, tokens: list[str], payload: bytes, reply: str) ->
     else:
         raise NotImplementedError(f"the model does not know $JS.API.{'.'.join(tokens)}")
     kind, function = _VERBS[verb]
-    body = json.loads(payload) if payload else {}
+    body = msgspec.json.decode(payload) if payload else {}
     try:
         answer = function(server, tokens[length:], body)
     except RefusalError as refusal:
         answer = {"error": refusal.answer}
     if answer is not None and reply:
-        text = json.dumps({"type": _TYPE + kind, **answer}, separators=(",", ":"))
-        server.send(reply, reply, "", None, text.encode())
+        server.send(reply, reply, "", None, msgspec.json.encode({"type": _TYPE + kind, **answer}))
 
 
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from parti.sim.filters import filter_of
 from parti.sim.messages import Message, timestamp
@@ -41,7 +42,7 @@ def read(server: ModelServer, tokens: list[str], payload: bytes, reply: str) -> 
             raise NotImplementedError("the model reads by subject without a body")
         body: _Body = {"last_by_subj": ".".join(tokens[5:])}
     else:
-        body = json.loads(payload) if payload else {}
+        body = msgspec.json.decode(payload) if payload else {}
     if unknown := body.keys() - {"seq", "last_by_subj", "next_by_subj", "batch", "max_bytes"}:
         raise NotImplementedError(f"the model does not know {sorted(unknown)} in a direct read")
     if not body.get("seq") and not body.get("last_by_subj") and not body.get("next_by_subj"):

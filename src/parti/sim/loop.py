@@ -69,7 +69,7 @@ class _Handle(asyncio.Handle):
     __slots__ = ()
 
     def __init__(self, callback: object, args: object, context: Context, loop: VirtualLoop) -> None:
-        self._callback, self._args, self._context, self._loop = callback, args, context, loop  # type: ignore[attr-defined,assignment]
+        self._callback, self._args, self._context, self._loop = callback, args, context, loop  # type: ignore[assignment]
         self._cancelled = False
 
 
@@ -77,12 +77,12 @@ class _Timer(asyncio.TimerHandle):
     """The same for timers."""
 
     __slots__ = ()
-    __init__ = _Handle.__init__  # type: ignore[assignment]
+    __init__ = _Handle.__init__
 
     def cancel(self) -> None:
         """Never call back; the entry in the queue is dropped when its moment comes."""
         self._cancelled = True
-        self._callback = self._args = None  # type: ignore[assignment,attr-defined]
+        self._callback = self._args = None  # type: ignore[assignment]
 
 
 class _Post:
@@ -126,7 +126,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """Call back in the next turn."""
-        handle = _Handle(callback, args, context or copy_context(), self)
+        handle = _Handle(callback, args, copy_context() if context is None else context, self)
         self._ready.append(handle)
         return handle
 
@@ -137,10 +137,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         process = CURRENT.get()
         if process is not None:
             when = process.virtual(when)
-        timer = _Timer(callback, args, context or copy_context(), self)
-        timer._when = when  # type: ignore[attr-defined]
+        timer = _Timer(callback, args, copy_context() if context is None else context, self)
+        timer._when = when
         heappush(self._timers, (when, next(self._order), timer))
-        return timer
+        return timer  # type: ignore[no-any-return]
 
     def call_later(
         self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
 
 SECOND_NS = 1_000_000_000
 
@@ -38,6 +39,7 @@ def headers_of(block: bytes) -> dict[str, str]:
     return headers
 
 
+@lru_cache(maxsize=4096)
 def timestamp(wall_ns: int) -> str:
     """A time as the server writes it: nanoseconds, without zeros at the end."""
     whole, fraction = divmod(wall_ns, SECOND_NS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from parti.sim.timers import Timer
 
@@ -27,7 +28,7 @@ def _parse(body: bytes) -> _Request:
         elif body.isdigit():
             request = (int(body), 0, False, 0, 0)
         else:
-            given = json.loads(body)
+            given = msgspec.json.decode(body)
             if unknown := given.keys() - _FIELDS:
                 raise NotImplementedError(f"the model does not know {sorted(unknown)} in a pull")
             request = (

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +31,7 @@ from parti.config import Settings
 from parti.core.consumer_config import ConsumerTuning, build_config, consumer_name
 from parti.core.filters import FilterDiff, FilterSet, build_filters, diff_filters
 from parti.core.progress import Progress, summarise
-from parti.core.retention import retention_named
+from parti.core.retention import INTEREST, retention_named
 from parti.errors import ConfigError, LeaseLost, NotFound, PartiError, SubjectMismatch
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
@@ -41,6 +41,7 @@ from parti.model.partition import Partition, PartitionLike, Template
 from parti.model.subjects import within
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
+from parti.worker.holds import Holds
 from parti.worker.lanes import Lanes
 from parti.worker.starts import Granted, Starts
 from parti.worker.stateful import StatefulPartitions
@@ -121,6 +122,7 @@ class WorkerConsumer:
         self._failures = 0
         self._existed = False
         self._lock = asyncio.Lock()
+        self._holds = Holds(ports.api, stream.name, self._name, keep_s=settings.inactive_threshold_s)
         ports.lanes.lets_go = self._feeds
         self.engine = PullEngine(
             ports.connection,
@@ -163,6 +165,8 @@ class WorkerConsumer:
         incoming = self._expect(carried)
         if not self._feeds:
             await self._gain(incoming)
+        if self._retention is INTEREST and self._existed:
+            await self._holds.find(await self._starts.last_seq())
         await self.engine.start()
         self._bounds = dict.fromkeys((p.id for p in carried.partitions.values()), 0)
         self._applied_ok(diff_filters((), carried.subjects))
@@ -475,13 +479,28 @@ class WorkerConsumer:
         elif not self._retention.keeps and not set(info.subjects) <= set(subjects):
             # A subject is still in the filter that is about to go: its messages must not get below the ack floor.
             target = min(target, info.ack_floor + 1)
+        hold = await self._hold(info, subjects, target)
         await api.reset_consumer(stream, self._name, target)
         lanes.cursor = target
         self._ports.metrics.resets.inc("update" if reason == "update" else "session")
         config = build_config(self._name, subjects, self._tuning(), existing=info.config)
         if info.subjects != tuple(sorted(subjects)) or any(info.config.get(k) != v for k, v in config.items()):
             await api.put_consumer(stream, config, action="update")
+        if hold:
+            self._holds.until(hold, await self._starts.last_seq())
         return bool(carried.partitions)
+
+    async def _hold(self, info: ConsumerInfo, subjects: Sequence[str], seq: int) -> str:
+        """Where needed, keep messages of added subjects that the consumer has told the server to need no more."""
+        added = set(subjects) - set(info.subjects)
+        if self._retention.keeps or not self._retention.overlap or not added or seq > info.ack_floor:
+            return ""
+        return await self._holds.take(sorted(added), seq)
+
+    async def release_holds(self) -> None:
+        """Give up holds that are no longer needed."""
+        if self._holds.any and (info := await self._find()):
+            await self._holds.release(info)
 
     async def _check_stream(self) -> None:
         """The consumer is gone; if the stream went with it and is another one now, nothing we know holds."""

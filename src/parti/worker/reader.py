@@ -316,7 +316,14 @@ class Reader:
             await asyncio.sleep(self.settings.progress_interval_s)
             self._lanes.catch_up()
             self._lanes.evict()
-            await self.store_progress()
+            if await self.store_progress() and self._consumer:
+                await self._release_holds(self._consumer)
+
+    async def _release_holds(self, consumer: WorkerConsumer) -> None:
+        try:
+            await consumer.release_holds()
+        except PartiError as error:
+            _log.warning("messages are held longer than needed; trying again", error=str(error))
 
     def _refill(self) -> None:
         if self._consumer:

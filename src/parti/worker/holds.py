@@ -1,0 +1,78 @@
+"""Holds: consumers that nobody reads, which keep messages of an interest stream until their partition is safe.
+
+A consumer that has acknowledged up to some sequence tells the server, in its own memory and for good, that it needs
+nothing below; setting it back does not take that back. So when it is given a partition with older unfinished
+messages, the server may delete them as soon as the last owner drops the subject, although they are still to be
+handled. A new consumer on those subjects has told nothing yet: it is made before the subject is added, and removed
+when everything up to the end of the stream at that time has been acknowledged.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import structlog
+
+from parti.core.consumer_config import HOLD, NANOSECONDS
+from parti.errors import NotFound
+from parti.jetstream.api import ConsumerInfo, JetStreamApi
+
+_log = structlog.get_logger("parti.holds")
+
+
+class Holds:
+    """The holds of one worker's consumer."""
+
+    def __init__(self, api: JetStreamApi, stream: str, consumer: str, *, keep_s: float) -> None:
+        """`keep_s`: a hold whose worker never comes back is removed by the server after so long."""
+        self._api = api
+        self._stream = stream
+        self._consumer = consumer
+        self._keep_s = keep_s
+        self._until: dict[str, int] = {}
+
+    @property
+    def any(self) -> bool:
+        """Whether there are holds."""
+        return bool(self._until)
+
+    async def find(self, last_seq: int) -> None:
+        """Take up what an earlier process has left."""
+        mine = f"{self._consumer}{HOLD}"
+        for name in await self._api.consumer_names(self._stream):
+            if name.startswith(mine):
+                self._until.setdefault(name, last_seq)
+
+    async def take(self, subjects: Sequence[str], seq: int) -> str:
+        """Hold on to everything on these subjects from a sequence on; returns the name of the hold."""
+        name = f"{self._consumer}{HOLD}{uuid.uuid4().hex[:8]}"
+        config = {
+            "name": name,
+            "durable_name": name,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": max(1, seq),
+            "ack_policy": "explicit",
+            "filter_subjects": sorted(subjects),
+            "inactive_threshold": int(self._keep_s * NANOSECONDS),
+            "num_replicas": 0,
+        }
+        self._until[name] = 0
+        await self._api.put_consumer(self._stream, config, action="create")
+        return name
+
+    def until(self, name: str, seq: int) -> None:
+        """A hold is needed until everything up to this sequence has been acknowledged."""
+        self._until[name] = seq
+
+    async def release(self, info: ConsumerInfo) -> None:
+        """Remove the holds that the state of the worker's consumer makes needless."""
+        all_done = not info.ack_pending and not info.pending
+        for name, until in list(self._until.items()):
+            if until and (all_done or info.ack_floor >= until):
+                try:
+                    await self._api.delete_consumer(self._stream, name)
+                except NotFound:
+                    pass
+                del self._until[name]
+                _log.debug("a hold is released", hold=name)
