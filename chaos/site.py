@@ -147,13 +147,18 @@ class Site:
         """
         for slot in range(self.load.workers):
             (start or self.workers.start)(slot)
-        await self.observer.await_members(self.load.workers, _JOIN_S)
-        if problem := await self.observer.settle(self.load.names, self.load.workers, _JOIN_S):
-            crashed = "; ".join(self.workers.crashed())
-            raise RuntimeError(f"the fleet did not come up: {problem}; {crashed or 'all workers run'}")
+        await self._await_fleet()
         self.publisher.set_rates(self.even_rates())
         await self.until(lambda: all(p in self.notes.calls for p in self.load.names), 30.0)
         self.began_ns = time.time_ns()
+
+    async def _await_fleet(self) -> None:
+        deadline_s = time.monotonic() + _JOIN_S
+        while problem := self.observer.unsettled(self.load.names, self.load.workers):
+            crashed = self.workers.crashed()
+            if crashed or time.monotonic() >= deadline_s:
+                raise RuntimeError(f"the fleet did not come up: {problem}; {'; '.join(crashed) or 'all workers run'}")
+            await asyncio.sleep(_POLL_S)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Read notes until the condition holds; False when the time is over."""

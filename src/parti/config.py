@@ -213,8 +213,6 @@ class Settings(BaseSettings):
     """Time between writes of changed positions."""
     checkpoint_interval_s: float = Field(default=60.0, gt=0)
     """How often the state of a stateful handler's partitions is saved while they are handled."""
-    state_stream: Name = "PARTI_STATE"
-    """Stream that keeps the saved states; created when it is missing."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """Longest wait for running handlers when stopping."""
     dead_letter_stream: StreamName = "parti-dlq"

@@ -142,6 +142,34 @@ class LeaseLost(PartiError):
     """A lease has ended, or somebody else holds it now."""
 
 
+class StateError(PartiError):
+    """Something is wrong with the state of a stateful handler's partition."""
+
+
+class StateCorrupt(StateError):
+    """What is stored is not what was saved: count, size or digest differ."""
+
+
+class StateRemoved(StateError):
+    """A chunk is not there: the snapshot was replaced by a newer one, or somebody deleted it."""
+
+    retryable = True
+
+
+class StateFailed(StateError):
+    """A handler's `snapshot` or `restore` raised, or gave what is no state."""
+
+
+class StateFenced(StateError):
+    """A newer owner has the state of the partition: this one has been replaced."""
+
+
+class StateUnavailable(StateError):
+    """The state store or the bucket could not be reached, or refused."""
+
+    retryable = True
+
+
 class ControlPlaneReset(PartiError):
     """The control bucket was deleted or made anew while the fleet ran."""
 

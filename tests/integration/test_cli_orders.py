@@ -152,7 +152,10 @@ async def slow_fleet(kit: Kit, slow: Slow, workers: int = 2) -> AsyncIterator[No
 # ── move ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_partitions_move_under_traffic_and_stay(kit: Kit, operator: Operator) -> None:
+@pytest.mark.parametrize("retention", ["limits", "interest", "workqueue"])
+async def test_partitions_move_under_traffic_and_stay(kit: Kit, operator: Operator, retention: str) -> None:
+    await kit.delete_stream()
+    await kit.create_stream(retention=retention)
     async with running(kit, 2) as fleet:
         async with Traffic(kit) as traffic:
             for there in ("worker-1", "worker-0"):
@@ -575,28 +578,14 @@ async def test_orders_of_another_version_are_not_overwritten(kit: Kit, operator:
 # ── several operators ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def run_apart(*arguments: str) -> Said:
-    """Run a command in a process of its own."""
-    done = await asyncio.to_thread(
-        subprocess.run,
-        command(*arguments),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    return Said(done.returncode, done.stdout, done.stderr)
-
-
 async def test_operators_at_the_same_time_lose_no_order(kit: Kit) -> None:
     async with running(kit, 2):
-        said = await asyncio.gather(
-            run_apart("move", "p0", "p1", "--to", "worker-1", *place(kit)),
-            run_apart("move", "p6", "p7", "--to", "worker-0", *place(kit)),
-            run_apart("pause", "p4", *place(kit)),
+        codes = await asyncio.gather(
+            asyncio.to_thread(main, ["move", "p0", "p1", "--to", "worker-1", *place(kit)]),
+            asyncio.to_thread(main, ["move", "p6", "p7", "--to", "worker-0", *place(kit)]),
+            asyncio.to_thread(main, ["pause", "p4", *place(kit)]),
         )
-        assert [(each.code, each.err) for each in said] == [(0, "")] * 3, said
+        assert list(codes) == [0, 0, 0]
         placed = {"p0": "worker-1", "p1": "worker-1", "p6": "worker-0", "p7": "worker-0"}
         assert await orders_in(kit) == Orders(placed=placed, paused=("p4",))
         claims = owners(await claims_of(kit))
@@ -687,8 +676,13 @@ async def test_a_terminal_shows_a_bar_and_ctrl_c_leaves_the_order(kit: Kit) -> N
         assert "the order stands, though nobody waits for it any more" in terminal.text
         assert "Traceback" not in terminal.text
         assert (await orders_in(kit)).placed == {"p0": there, quick: there}
-        terminal = Terminal("move", "p0", "--to", there, *place(kit))
-        await eventually(lambda: f"moving to {there}" in terminal.text, 20)
-        slow.may_end.set()
-        assert await terminal.ends() == 0
-        assert f"Moved 1 partition to {there} in " in terminal.text
+
+
+async def test_the_bar_gives_way_to_one_line(kit: Kit, operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    async with running(kit, 2):
+        moving = (await owned_by(kit, "worker-0"))[0]
+        said = await operator.type("move", moving, "--to", "worker-1")
+        assert said.code == 0
+        assert "moving to worker-1" in said.out
+        assert re.search(r"Moved 1 partition to worker-1 in \d\.\d s\.\x1b\[0m\n$", said.out)

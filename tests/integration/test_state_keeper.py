@@ -14,16 +14,16 @@ from tests.integration.proxy import proxy_to
 
 from parti.config import Settings
 from parti.embedded import Server
-from parti.errors import LeaseLost, RequestTimeout
+from parti.errors import LeaseLost, RequestTimeout, StateCorrupt, StateFailed, StateFenced, StateUnavailable
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket, Entry
-from parti.jetstream.state_store import StateCorrupt, StateStore
+from parti.jetstream.state_store import StateStore
 from parti.model.fleet import decode
 from parti.model.partition import Partition
 from parti.model.state import StatePointer, chunk_subject, state_key
-from parti.worker.state import PointerStore, StateFenced, StateKeeper, StateUnavailable
-from parti.worker.state_exchange import AsyncSavedState, SavedState, StateFailed
+from parti.worker.state import PointerStore, StateKeeper
+from parti.worker.state_exchange import AsyncSavedState, SavedState
 
 P = Partition("etch1.c3", "dc.etch1.c3", {"tool": "etch1", "chamber": "c3"})
 

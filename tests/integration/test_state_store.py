@@ -20,11 +20,11 @@ from tests.integration.proxy import proxy_to
 
 from parti.config import Settings
 from parti.embedded import Cluster, Server
-from parti.errors import ApiError, ConfigError, PartiError
+from parti.errors import ApiError, ConfigError, PartiError, StateCorrupt, StateRemoved
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket
-from parti.jetstream.state_store import CHUNK_BYTES, StateCorrupt, StateRemoved, StateStore
+from parti.jetstream.state_store import CHUNK_BYTES, StateStore
 from parti.model.partition import Partition
 from parti.model.state import StatePointer, chunk_subject
 from parti.worker.state import StateKeeper

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from tests.sim.backends import Model, Real
-from tests.sim.differential import Run, Setup, check_seeds
+from tests.sim.differential import check_seeds
+from tests.sim.run import Run, Setup
 
 from parti.embedded import Server
 

@@ -126,7 +126,7 @@ class Letters:
 
 
 def stream_of(last_seq: int) -> StreamInfo:
-    return StreamInfo("DC", ("dc.*",), "limits", "file", "t0", 1, last_seq, last_seq, True)
+    return StreamInfo("DC", ("dc.*",), "workqueue", "file", "t0", 1, last_seq, last_seq, True)
 
 
 class World:

@@ -121,7 +121,7 @@ async def test_an_empty_snapshot_is_a_snapshot() -> None:
     assert await read(lambda _: []) == b""
 
 
-@pytest.mark.parametrize("wrong", [None, 7, "text", ["text"], [1, 2], object()], ids=repr)
+@pytest.mark.parametrize("wrong", [None, 7, "text", ["text"], [1, 2], object()], ids=lambda wrong: type(wrong).__name__)
 async def test_what_is_not_bytes_is_refused_with_the_name_of_the_partition(wrong: Any) -> None:
     with pytest.raises(StateFailed, match=r"snapshot of partition 'p1' failed: TypeError: expected .*bytes"):
         await read(lambda _: wrong)

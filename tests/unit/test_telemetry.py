@@ -64,6 +64,7 @@ PROMISED = [
     "parti_leading gauge worker",
     "parti_lease_losses_total counter worker cause",
     "parti_lease_renewals_total counter worker",
+    "parti_move_seconds histogram worker",
     "parti_partition_messages_total counter worker partition",
     "parti_progress_failures_total counter worker",
     "parti_progress_writes_total counter worker",
@@ -74,6 +75,9 @@ PROMISED = [
     "parti_pull_requests_total counter worker",
     "parti_pull_status_total counter worker status",
     "parti_reconnects_total counter worker",
+    "parti_state_bytes_total counter worker",
+    "parti_state_failures_total counter worker",
+    "parti_state_seconds histogram worker",
     "",
 ][1:-1]
 

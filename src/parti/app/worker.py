@@ -125,7 +125,7 @@ class Worker:
         states = None
         if is_stateful(job.handler):
             _check_stateful(job, settings, stream)
-            states = await StateStore.open(connection, settings.state_stream, replicas=settings.replicas)
+            states = await StateStore.open(connection, settings.bucket, replicas=settings.replicas)
         ports = ReaderPorts(
             connection,
             api,

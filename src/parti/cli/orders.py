@@ -113,7 +113,8 @@ def partitions_named(names: Iterable[str], known: Collection[str]) -> tuple[str,
 def _examples(known: Collection[str]) -> str:
     if not known:
         return "no partition has been claimed yet"
-    return f"there are {count(len(known), 'partition')}, such as {', '.join(natural_order(known)[:_CLOSE])}"
+    are = "is" if len(known) == 1 else "are"
+    return f"there {are} {count(len(known), 'partition')}, such as {', '.join(natural_order(known)[:_CLOSE])}"
 
 
 def worker_named(name: str, situation: Situation, also: Collection[str] = ()) -> str:

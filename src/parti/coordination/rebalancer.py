@@ -89,6 +89,7 @@ class Rebalancer:
         self._assignments = Assignments(overlap=parts.policy.overlap)
         self._takeovers = Takeovers(parts.plane, parts.stream, parts.template, parts.fleet)
         self._orders = Orders()
+        self._begun_s: dict[str, float] = {}
         self._health: dict[str, HealthRecord] = {}
         self._partitions: dict[str, Partition] = {}
         self._stream_created = ""
@@ -366,6 +367,7 @@ class Rebalancer:
         if isinstance(command, BeginMove):
             assert estates
             prepares = bool(command.next) and self._parts.policy.overlap
+            self._begun_s[partition] = clock()
             return self._claims.changed(
                 partition,
                 state="preparing" if prepares else "moving",
@@ -400,6 +402,8 @@ class Rebalancer:
         owner = members.get(found.owner) if found else None
         planned = bool(found and owner and found.state == "moving" and owner.incarnation == found.incarnation)
         moved = found is not None and found.owner not in {"", give.owner}
+        if planned and moved and partition in self._begun_s:
+            self._parts.metrics.move_duration.observe(clock() - self._begun_s.pop(partition))
         self._parts.metrics.claims_given.inc("moved" if moved else "kept" if found and found.owner else "new")
         estate = estates.of(partition, planned=planned)
         return self._claims.given(give.owner, members[give.owner].incarnation, estate, reason=give.reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 
+import msgspec
 import structlog
 
 from parti.coordination.control_plane import ControlPlane
@@ -14,8 +15,10 @@ from parti.coordination.records import KEYS, Records
 from parti.core.consumer_config import worker_of
 from parti.errors import NotFound, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, Write
+from parti.jetstream.state_store import StateStore
 from parti.jetstream.watch import Watch
-from parti.model.fleet import Assignment, HealthRecord, key_of
+from parti.model.fleet import Assignment, HealthRecord, decode, key_of
+from parti.model.state import StatePointer
 from parti.telemetry.metrics import Metrics
 
 _log = structlog.get_logger("parti.roles")
@@ -57,6 +60,7 @@ async def clean_up(plane: ControlPlane, office: Office, stream: str, prefix: str
         entries = await plane.read("ids.>", "health.>", "claims.>", "assignment.>")
         records = Records.of(entries)
         await _remove_consumers(plane, stream, prefix, records)
+        await _sweep_states(plane)
         for worker in _long_gone(records):
             keys = [k for kind in ("health", "assignment") if (k := key_of(kind, worker)) in entries]
             try:
@@ -101,6 +105,23 @@ async def _remove_consumers(plane: ControlPlane, stream: str, prefix: str, recor
         except NotFound:
             continue
         _log.info("removed the consumer of a worker that is gone", consumer=name)
+
+
+async def _sweep_states(plane: ControlPlane) -> None:
+    """Remove states that a process had begun to save when it died."""
+    store = StateStore(plane.connection, plane.bucket.name)
+    try:
+        await plane.api.stream_info(store.stream)
+    except NotFound:
+        return
+    entries = (await plane.read("state.>")).values()
+    try:
+        pointers = [decode(entry.value, StatePointer) for entry in entries if entry.value]
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        _log.error("a pointer to a state is unreadable; nothing is removed", error=str(error))
+        return
+    if removed := await store.sweep(pointers):
+        _log.info("removed states that nothing points at", states=removed)
 
 
 def _has_applied(told: Assignment, said: HealthRecord | None) -> bool:

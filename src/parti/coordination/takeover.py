@@ -87,21 +87,29 @@ class Estates:
         return max([known, *(record.position(partition_id, subject) for record in records)])
 
     def of(self, partition_id: str, *, planned: bool) -> Estate:
-        """What the next owner gets; `planned`: the last one let go of it by itself."""
+        """What the next owner gets; `planned`: the last one let go of it by itself.
+
+        What is known of a message that kills is kept until somebody has got past it, whoever has the partition.
+        """
         claim, position = self._claims.get(partition_id), self.position(partition_id)
-        if claim is None or not claim.owner or planned:
+        if claim is None:
             return Estate(position, self.stream_created)
+        same_stream = claim.stream_created == self.stream_created
+        careful_to = claim.careful_to if same_stream and claim.careful_to >= position else 0
+        suspect, deaths = (claim.suspect, claim.deaths) if same_stream else (0, 0)
         record = self._records.get(claim.owner)
-        suspect, deaths = claim.suspect, claim.deaths
-        if record and record.incarnation == claim.incarnation:
-            if record.closed:
-                return Estate(position, self.stream_created)
-            tried = record.trying.get(partition_id, 0)
-            if tried >= position:
+        if record and record.incarnation != claim.incarnation:
+            record = None
+        if claim.owner and not planned and not (record and record.closed):
+            careful_to = self._last_seq
+            tried = record.trying.get(partition_id, 0) if record else 0
+            if tried:
                 suspect, deaths = tried, deaths + 1 if tried == suspect else 1
-        if suspect < position:
+        # By the owner's own word: one with a state to bring up to date begins below the position of the partition.
+        reached = record.position(partition_id, self._template.partition(partition_id).subject) if record else 0
+        if suspect < reached or not (claim.owner or suspect >= position):
             suspect = deaths = 0
-        return Estate(position, self.stream_created, self._last_seq, suspect, deaths)
+        return Estate(position, self.stream_created, careful_to, suspect, deaths)
 
 
 def _records(found: Iterable[tuple[str, Entry | None]]) -> dict[str, Progress]:

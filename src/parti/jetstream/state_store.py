@@ -22,7 +22,15 @@ from typing import TypeVar
 
 import structlog
 
-from parti.errors import ApiError, ConfigError, JetStreamUnavailable, NotFound, PartiError
+from parti.errors import (
+    ApiError,
+    ConfigError,
+    JetStreamUnavailable,
+    NotFound,
+    PartiError,
+    StateCorrupt,
+    StateRemoved,
+)
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.streams import list_subjects
@@ -49,20 +57,6 @@ _HEADER_ROOM = 1024
 _STREAM_NOT_FOUND, _SUBJECTS_OVERLAP = 10059, 10065
 _FULL = frozenset({10023, 10077})
 """The stream or the account has no room: a retry would not find any."""
-
-
-class StateError(PartiError):
-    """Something is wrong with the state of a partition."""
-
-
-class StateCorrupt(StateError):  # noqa: N818
-    """What is stored is not what was saved: count, size or digest differ."""
-
-
-class StateRemoved(StateError):  # noqa: N818
-    """A chunk is not there: the snapshot was replaced by a newer one, or somebody deleted it."""
-
-    retryable = True
 
 
 class StateStore:

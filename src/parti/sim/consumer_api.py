@@ -120,7 +120,8 @@ def info(server: ModelServer, tokens: list[str], body: _Body) -> dict[str, Any]:
 def list_names(server: ModelServer, tokens: list[str], body: _Body) -> dict[str, Any]:
     """Names of a stream's consumers."""
     names = sorted(stream_named(server, tokens[0]).consumers)
-    return {"total": len(names), "offset": 0, "limit": 1024, "consumers": names}
+    offset = min(int(body.get("offset", 0)), len(names))
+    return {"total": len(names), "offset": offset, "limit": 1024, "consumers": names[offset : offset + 1024]}
 
 
 def list_all(server: ModelServer, tokens: list[str], body: _Body) -> dict[str, Any]:

@@ -164,6 +164,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.tasks.append(task)
         return task
 
+    def run_in_executor(self, executor: object, func: Callable[[*_Ts], _T], *args: *_Ts) -> asyncio.Future[_T]:
+        """Call the function at once: a thread would end at a moment that no seed decides."""
+        done: asyncio.Future[_T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
     def resume(self, handles: list[Any]) -> None:
         """Call back what was kept, before anything else that is ready."""
         self._ready.extendleft(reversed(handles))

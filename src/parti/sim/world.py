@@ -156,14 +156,17 @@ class World:
         """Why the fleet is not at rest yet; empty when it is."""
         if self.history.unfinished:
             return f"messages {list(self.history.unfinished)[:5]} are not finished"
+        idle = [member.name for member in self._slots.values() if not member.process.gone and member.worker is None]
+        wrong = self._ill_owned()
+        return f"{idle} have not started" if idle else f"not owned by exactly one worker: {wrong}" if wrong else ""
+
+    def _ill_owned(self) -> dict[str, list[str]]:
+        """Partitions that have no owner, or several."""
         owners: dict[str, list[str]] = {partition: [] for partition in self.scenario.partitions}
         for member in self._slots.values():
-            if not member.process.gone and member.worker is None:
-                return f"{member.name} has not started"
             for partition in member.owned:
                 owners[partition].append(member.name)
-        wrong = {partition: who for partition, who in owners.items() if len(who) != 1}
-        return f"not owned by exactly one worker: {wrong}" if wrong else ""
+        return {partition: who for partition, who in owners.items() if len(who) != 1}
 
     # ── traffic ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,6 +200,10 @@ class World:
             self.history.dead_lettered(int(parse_headers(delivery.header or b"")["Parti-Sequence"]))
 
     async def _publish(self) -> None:
+        if self.scenario.retention == "interest":
+            # Nothing is kept on a subject that no consumer carries yet.
+            while self._ill_owned():  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
         for publish in self.scenario.publishes:
             await asyncio.sleep(max(0.0, publish.at_s - self.loop.now_s))
             while not self.network.up or self.network.leaderless:  # noqa: ASYNC110

@@ -312,6 +312,13 @@ class Metrics(Collector):
         self.lane_depth = add(Gauge("parti_lane_depth", "Messages waiting in lanes for their handler."))
         self.lane_count = add(Gauge("parti_lane_count", "Lanes, one for each active partition."))
         self.parked = add(Counter("parti_lane_parked_total", "Times a partition did not move and was parked."))
+        self.move_duration = add(
+            Histogram(
+                "parti_move_seconds",
+                "Time from the order to move a partition until the next owner has it; seen by the rebalancer.",
+                _UPDATE_BOUNDS_S,
+            )
+        )
         self.state_duration = add(
             Histogram("parti_state_seconds", "Seconds to save or restore the state of a partition.", _UPDATE_BOUNDS_S)
         )

@@ -3,7 +3,10 @@
 A message whose handler takes the whole process down leaves no trace of its own. So whoever takes over from a process
 that died notes each message of its partitions in the progress record before it starts it, up to the last message that
 the dead process can have seen. Should it die too, its record names the message, and after a number of such deaths the
-message is dead-lettered instead of started. All lanes that wait share one write.
+message is dead-lettered instead of started.
+
+All lanes that wait share one write, so a death accuses all that were noted. A message that one more death would
+condemn is therefore tried alone: nothing else that has to be noted runs meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from parti.worker.lanes import Lanes, log_fields
 
 _log = structlog.get_logger("parti.caution")
 _RETRY_S = 0.5
+_LOOK_S = 0.01
+"""How soon to look again whether a message can be tried alone now, or has been."""
 
 
 class Caution:
@@ -30,6 +35,8 @@ class Caution:
         self._limit = limit
         self._suspects: dict[str, tuple[int, int]] = {}
         self._waiting: set[Lane] = set()
+        self._alone = ""
+        """The partition whose message is tried alone."""
         self._noting: asyncio.Task[None] | None = None
         lanes.on_held = self._held
 
@@ -60,29 +67,65 @@ class Caution:
         while self._waiting:
             # A moment for the others: they share the write.
             await asyncio.sleep(0)
-            noted = {lane: lane.waiting[0].seq for lane in self._waiting if _waits(lane)}
-            self._waiting.clear()
+            noted = self._choose()
+            if not noted:
+                await asyncio.sleep(_LOOK_S)
+                continue
+            self._waiting -= noted.keys()
             self._lanes.trying.update({lane.ownership.partition.id: seq for lane, seq in noted.items()})
             while not await self._store():  # noqa: ASYNC110 - each turn is another attempt, nothing to wait for
                 await asyncio.sleep(_RETRY_S)
             for lane, seq in noted.items():
                 self._begin(lane, seq)
 
-    def _begin(self, lane: Lane, seq: int) -> None:
-        if not _waits(lane):
-            return
-        head = lane.waiting[0]
-        if head.seq != seq:
-            self._held(lane)  # one that came late was put before it
-            return
+    def _choose(self) -> dict[Lane, int]:
+        """The heads to note now: all that wait, or one that is to be tried alone; none while that has to wait."""
+        self._waiting = {lane for lane in self._waiting if _waits(lane)}
+        heads = {lane: lane.waiting[0].seq for lane in self._waiting}
+        for lane in heads:
+            # Noted before, and stopped between two attempts: it is not under way.
+            self._lanes.trying.pop(lane.ownership.partition.id, None)
+        under_way = self._lanes.trying
+        if self._alone in under_way:
+            return {}
+        self._alone = ""
+        last_chances = {lane: seq for lane, seq in heads.items() if self._deaths(lane, seq) == self._limit - 1}
+        if not last_chances:
+            return heads
+        if under_way:
+            return {}
+        lane, seq = min(last_chances.items(), key=lambda head: head[1])
+        self._alone = lane.ownership.partition.id
+        return {lane: seq}
+
+    def _deaths(self, lane: Lane, seq: int) -> int:
+        """How many processes are known to have died while they had a message in hand."""
         suspect, deaths = self._suspects.get(lane.ownership.partition.id, (0, 0))
-        if seq == suspect and deaths >= self._limit:
+        return deaths if seq == suspect else 0
+
+    def _begin(self, lane: Lane, seq: int) -> None:
+        """Start what has been noted, unless the lane has something else to do by now."""
+        partition_id = lane.ownership.partition.id
+        if not _waits(lane) or lane.waiting[0].seq != seq:
+            self._not_tried(partition_id, seq)
+            if _waits(lane):
+                self._held(lane)  # one that came late was put before it
+            return
+        deaths = self._deaths(lane, seq)
+        if deaths >= self._limit:
+            self._not_tried(partition_id, seq)
             self._lanes.bury_head(lane, f"{deaths} processes died while they handled it")
             return
-        if seq == suspect:
-            _log.warning("trying a message in whose handler a process died", deaths=deaths, **log_fields(head))
+        if deaths:
+            _log.warning(
+                "trying a message in whose handler a process died", deaths=deaths, **log_fields(lane.waiting[0])
+            )
         self._lanes.let_through(lane)
+
+    def _not_tried(self, partition_id: str, seq: int) -> None:
+        if self._lanes.trying.get(partition_id) == seq:
+            del self._lanes.trying[partition_id]
 
 
 def _waits(lane: Lane) -> bool:
-    return lane.phase is Phase.HELD and not lane.incoming and bool(lane.waiting)
+    return lane.phase is Phase.HELD and not (lane.incoming or lane.pausing) and bool(lane.waiting)

@@ -185,7 +185,9 @@ class WorkerConsumer:
             stream=stream.name,
             stream_created=stream.created,
             floor=lanes.floor,
-            covered=self._owned.subjects,
+            # Not before the server has been told: until its old messages are known, the floor must not speak for a
+            # partition.
+            covered=tuple(sorted(self._handled.keys() & self._carried.partitions.keys())),
             # Partitions without a lane have not moved since the record was read.
             positions=(self._starts.record.ahead | dict(lanes.positions())).items(),
             behind=lanes.behind(),
@@ -353,7 +355,6 @@ class WorkerConsumer:
             self._take_back([previous.partitions[s] for s in diff.removed if s in previous.partitions])
             self.engine.resume(prepared=False, reason="update failed")
             raise
-        # Only now: until its old messages are known, the floor must not speak for an added partition.
         self._carried = carried
         self.engine.resume(prepared=True, pull=pull)
 
@@ -408,7 +409,8 @@ class WorkerConsumer:
                 stateful.end(partition)
             for partition in owned.partitions.values():
                 if not stateful.has_begun(partition.id):
-                    stateful.begin(partition, partial(self._restored, partition))
+                    start = partial(self._starts.position, partition.id, partition.subject)
+                    stateful.begin(partition, start, partial(self._restored, partition))
         if not self._feeds:
             return
         for subject, partition in self._handled.items():
@@ -424,16 +426,13 @@ class WorkerConsumer:
             return self._owned.partitions
         return {s: p for s, p in self._owned.partitions.items() if stateful.has_begun(p.id)}
 
-    def _restored(self, partition: Partition, position: int | None) -> None:
+    def _restored(self, partition: Partition, position: int) -> None:
         """The handler has the state of a partition: it begins where the state was saved."""
         lanes, subject = self._ports.lanes, partition.subject
         if subject not in self._owned.partitions:
             return
         lanes.own(self._handled, self._starts.position)
         bound = max(self._bounds.get(partition.id, 0), lanes.next_seq - 1)
-        if position is None:
-            self._feed(partition, bound)
-            return
         lanes.forget_position(partition.id)
         self._starts.begin_at(partition.id, position)
         if position <= bound:

@@ -16,9 +16,20 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from parti.errors import ConfigError, LeaseLost, NotFound, PartiError, WrongRevision
+from parti.errors import (
+    ConfigError,
+    LeaseLost,
+    NotFound,
+    PartiError,
+    StateCorrupt,
+    StateError,
+    StateFenced,
+    StateRemoved,
+    StateUnavailable,
+    WrongRevision,
+)
 from parti.jetstream.kv import Entry
-from parti.jetstream.state_store import MAX_PAUSE_S, StateCorrupt, StateError, StateRemoved, StateStore
+from parti.jetstream.state_store import MAX_PAUSE_S, StateStore
 from parti.model.fleet import decode, encode
 from parti.model.partition import Partition
 from parti.model.state import StatePointer, state_key
@@ -38,16 +49,6 @@ AT_ONCE = 4
 """Snapshots and restores that run at the same time; each needs a few chunks of memory."""
 _ATTEMPTS = 5
 _PAUSE_S = 0.02
-
-
-class StateFenced(StateError):  # noqa: N818
-    """A newer owner has the state of the partition: this one has been replaced."""
-
-
-class StateUnavailable(StateError):  # noqa: N818
-    """The state store or the bucket could not be reached, or refused."""
-
-    retryable = True
 
 
 class StatefulHandler(Protocol):

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
-from parti.jetstream.state_store import StateError
+from parti.errors import StateError, StateFailed
 from parti.model.partition import Partition
 from parti.model.state import StatePointer
 
@@ -28,10 +28,6 @@ _GATHER_BYTES = 256 * 1024
 """Small pieces cross from a thread to the loop together."""
 _AHEAD = 2
 """Pieces that a thread may be ahead of the event loop."""
-
-
-class StateFailed(StateError):  # noqa: N818
-    """A handler's `snapshot` or `restore` raised, or gave what is no state."""
 
 
 class Incoming:

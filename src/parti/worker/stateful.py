@@ -8,24 +8,27 @@ ended, so nothing is handled again; after a crash the last checkpoint counts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 
-from parti.errors import PartiError
+from parti.errors import PartiError, StateFenced
 from parti.model.partition import Partition
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 from parti.worker.lanes import Lanes
-from parti.worker.state import StateFenced, StateKeeper
+from parti.worker.state import StateKeeper
 
 _log = structlog.get_logger("parti.stateful")
 _SIGNAL = "state"
 _RETRY_MIN_S, _RETRY_MAX_S = 0.2, 10.0
 _SAVE_ATTEMPTS = 3
 _CHECKPOINTS_AT_ONCE = 2
+_CLEAN_UP_S = 2.0
 
 
 class StatefulPartitions:
@@ -56,6 +59,10 @@ class StatefulPartitions:
         self._due_s: dict[str, float] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
+        self._checkpointing: dict[str, asyncio.Task[None]] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._troubles: dict[str, str] = {}
+        self._turns = asyncio.Semaphore(_CHECKPOINTS_AT_ONCE)
         self._stopping = False
 
     @property
@@ -67,11 +74,15 @@ class StatefulPartitions:
         """Whether the handler has the state of a partition."""
         return partition_id in self._begun
 
-    def begin(self, partition: Partition, then: Callable[[int | None], None]) -> None:
-        """Restore a partition; `then` gets the position of its state (None: there was none) unless it is let go."""
+    def begin(self, partition: Partition, start: Callable[[], int], then: Callable[[int], None]) -> None:
+        """Restore a partition; `then` gets the position of its state, unless it is let go before.
+
+        A partition without a state begins at `start()`. The handler's empty state is saved there first: after a crash
+        everything since then has to be handled again, however far the partition had got.
+        """
         if partition.id in self._loading or self._stopping:
             return
-        self._loading[partition.id] = self._spawn(self._load(partition, then), self._loading, partition.id)
+        self._loading[partition.id] = self._spawn(self._load(partition, start, then), self._loading, partition.id)
 
     def end(self, partition: Partition) -> None:
         """The partition was let go: save its state as soon as its handler has ended."""
@@ -83,33 +94,46 @@ class StatefulPartitions:
 
     async def run(self) -> None:
         """Take checkpoints until cancelled."""
-        turns = asyncio.Semaphore(_CHECKPOINTS_AT_ONCE)
-
-        async def checkpoint(partition: Partition) -> None:
-            async with turns:
-                await self._checkpoint(partition)
-
-        while True:
-            await asyncio.sleep(min(1.0, self._interval_s))
-            now_s = time.monotonic()
-            due = [p for p in self._begun.values() if self._due_s.get(p.id, 0.0) <= now_s and self._has_moved(p)]
-            await asyncio.gather(*(checkpoint(partition) for partition in due))
+        try:
+            while True:
+                await asyncio.sleep(min(1.0, self._interval_s))
+                now_s = time.monotonic()
+                running = {lane.ownership.partition.id for lane in self._lanes.running_lanes()}
+                for partition in self._begun.values():
+                    due = self._due_s.get(partition.id, 0.0) <= now_s and self._has_moved(partition)
+                    if due and partition.id not in self._checkpointing:
+                        work = self._checkpoint(partition, waits=partition.id in running)
+                        self._checkpointing[partition.id] = self._spawn(work, self._checkpointing, partition.id)
+        finally:
+            for task in self._checkpointing.values():
+                task.cancel()
 
     async def stop(self, *, save: bool, timeout_s: float) -> None:
         """Save what is to be saved, within a time; nothing begins any more."""
         self._stopping = True
-        for task in self._loading.values():
+        abandoned = [*self._loading.values()]
+        if save:
+            for partition in list(self._begun.values()):
+                self.end(partition)
+        else:
+            abandoned += self._checkpointing.values()
+        for task in abandoned:
             task.cancel()
-        for partition in list(self._begun.values()) if save else ():
-            self.end(partition)
         if self._saving:
             _, late = await asyncio.wait(self._saving.values(), timeout=timeout_s if save else 0)
             for task in late:
                 task.cancel()
+            abandoned += late
+        await asyncio.gather(*abandoned, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_CLEAN_UP_S):
+                await self._keeper.settle()
+        except TimeoutError:
+            _log.warning("old states are left to the sweep")
 
     # ── one partition ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _load(self, partition: Partition, then: Callable[[int | None], None]) -> None:
+    async def _load(self, partition: Partition, start: Callable[[], int], then: Callable[[int], None]) -> None:
         delay_s = _RETRY_MIN_S
         while True:
             saving = self._saving.get(partition.id)
@@ -117,41 +141,56 @@ class StatefulPartitions:
                 await asyncio.wait([saving])  # it came back before its last state was saved
             started_s = time.monotonic()
             try:
-                position = await self._keeper.load(
-                    partition, fence=self._fence(partition), stream_created=self._stream_created()
-                )
+                async with self._lock(partition):
+                    position = await self._restore(partition, start)
                 break
             except PartiError as error:
                 self._failed(partition, "cannot be restored; it does not begin", error)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _RETRY_MAX_S)
         self._metrics.state_duration.observe(time.monotonic() - started_s)
-        self._health.clear(_SIGNAL)
+        self._went_well(partition)
         self._begun[partition.id] = partition
-        self._saved_at[partition.id] = position or 0
+        self._saved_at[partition.id] = position
         self._due_s[partition.id] = time.monotonic() + self._interval_s
         self._loading.pop(partition.id, None)
         _log.info("state restored", partition=partition.id, position=position)
         then(position)
+
+    async def _restore(self, partition: Partition, start: Callable[[], int]) -> int:
+        created = self._stream_created()
+        position = await self._keeper.load(partition, fence=self._fence(partition), stream_created=created)
+        if position is None:
+            position = max(1, start())
+            await self._keep(partition, position)
+        return position
 
     async def _save_at_end(self, partition: Partition) -> None:
         while partition.id in self._lanes.leaving:
             await self._lanes.someone_left()
         try:
             for attempt in range(1, _SAVE_ATTEMPTS + 1):
-                if await self._save(partition, self._lanes.known_position(partition.id)):
-                    break
+                async with self._lock(partition):
+                    if await self._save(partition, self._lanes.known_position(partition.id)):
+                        break
                 await asyncio.sleep(_RETRY_MIN_S * attempt)
         finally:
             self._saving.pop(partition.id, None)
+            # The last state that was saved counts from now on; what is wrong with it is the next owner's business.
+            self._went_well(partition)
             self.on_saved()
 
-    async def _checkpoint(self, partition: Partition) -> None:
-        """Save a partition between two of its messages."""
-        async with self._lanes.paused(partition.id) as position:
+    async def _checkpoint(self, partition: Partition, *, waits: bool) -> None:
+        """Save a partition between two of its messages.
+
+        `waits`: a handler of it runs. Others that can be saved at once must not wait for that, but only so many are
+        to stand still at the same time.
+        """
+        first, then = (contextlib.nullcontext(), self._turns) if waits else (self._turns, contextlib.nullcontext())
+        async with first, self._lanes.paused(partition.id) as position, then, self._lock(partition):
             if position is not None and self.has_begun(partition.id):
                 await self._save(partition, position)
-        self._due_s[partition.id] = time.monotonic() + self._interval_s
+                self._due_s[partition.id] = time.monotonic() + self._interval_s
 
     async def _save(self, partition: Partition, position: int) -> bool:
         """Save the state; True when that worked or is somebody else's business by now."""
@@ -159,13 +198,7 @@ class StatefulPartitions:
             return True
         started_s = time.monotonic()
         try:
-            pointer = await self._keeper.save(
-                partition,
-                position=position,
-                fence=self._fence(partition),
-                worker=self._worker_id,
-                stream_created=self._stream_created(),
-            )
+            size = await self._keep(partition, position)
         except StateFenced as error:
             _log.warning("state not saved", partition=partition.id, error=str(error))
             return True
@@ -174,9 +207,19 @@ class StatefulPartitions:
             return False
         self._saved_at[partition.id] = position
         self._metrics.state_duration.observe(time.monotonic() - started_s)
-        self._metrics.state_bytes.inc(pointer.size)
-        self._health.clear(_SIGNAL)
+        self._metrics.state_bytes.inc(size)
+        self._went_well(partition)
         return True
+
+    async def _keep(self, partition: Partition, position: int) -> int:
+        pointer = await self._keeper.save(
+            partition,
+            position=position,
+            fence=self._fence(partition),
+            worker=self._worker_id,
+            stream_created=self._stream_created(),
+        )
+        return pointer.size
 
     def _has_moved(self, partition: Partition) -> bool:
         return self._lanes.known_position(partition.id) > self._saved_at.get(partition.id, 0)
@@ -184,10 +227,23 @@ class StatefulPartitions:
     def _fence(self, partition: Partition) -> int:
         return self._lanes.fences.get(partition.id, 0)
 
+    def _lock(self, partition: Partition) -> asyncio.Lock:
+        """Held by whoever saves or loads a partition: a checkpoint may be under way when it is let go."""
+        return self._locks.setdefault(partition.id, asyncio.Lock())
+
     def _failed(self, partition: Partition, what: str, error: PartiError) -> None:
         self._metrics.state_failures.inc()
-        self._health.raise_signal(_SIGNAL, f"state of partition {partition.id} {what}: {error}")
+        self._troubles[partition.id] = f"state of partition {partition.id} {what}: {error}"
+        self._health.raise_signal(_SIGNAL, self._troubles[partition.id])
         _log.error("state of a partition", partition=partition.id, trouble=what, error=str(error))
+
+    def _went_well(self, partition: Partition) -> None:
+        """One partition is in order; the signal stays for the sake of others that are not."""
+        self._troubles.pop(partition.id, None)
+        if self._troubles:
+            self._health.raise_signal(_SIGNAL, next(iter(self._troubles.values())))
+        else:
+            self._health.clear(_SIGNAL)
 
     def _spawn(
         self, work: Coroutine[Any, Any, None], book: dict[str, asyncio.Task[None]], partition_id: str
@@ -197,6 +253,8 @@ class StatefulPartitions:
         def forget(done: asyncio.Task[None]) -> None:
             if book.get(partition_id) is done:
                 del book[partition_id]
+            if not done.cancelled() and (error := done.exception()):
+                _log.error("a mistake in parti; a partition may stand still", partition=partition_id, exc_info=error)
 
         task.add_done_callback(forget)
         return task
