@@ -237,7 +237,7 @@ async def open_site(load: Load) -> AsyncIterator[Site]:
             site = Site(load, server, directory, observer)
             try:
                 yield site
-            except Exception:
+            except BaseException:
                 site.evidence = True
                 print(f"notes and logs are in {directory}")
                 raise

@@ -147,9 +147,12 @@ async def test_status_of_a_fleet_that_is_well(kit: Kit, operator: Operator) -> N
 
 
 STATUS_KEYS = {
-    "": {"at", "bucket", "notes", "ok", "partitions", "problems", "rebalancer", "summary", "workers"},
+    "": {"at", "bucket", "notes", "ok", "orders", "partitions", "problems", "rebalancer", "summary", "workers"},
     "rebalancer": {"reason", "since", "state", "term", "worker"},
-    "partitions": {"moving", "moving_partitions", "owned", "total", "unowned", "unowned_partitions", "waiting"},
+    "partitions": {
+        *("moving", "moving_partitions", "owned", "paused", "preparing", "total", "unowned", "unowned_partitions"),
+        "waiting",
+    },
     "workers": {
         *("capacity", "coming", "failures", "finished", "heartbeat_age_s", "host", "identity", "leaving"),
         *("owned", "pid", "problems", "rate", "state", "version", "worker"),

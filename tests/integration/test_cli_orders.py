@@ -13,21 +13,22 @@ import struct
 import subprocess
 import termios
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tests.integration.conftest import Kit, eventually
+from tests.integration.conftest import Kit, eventually, open_kit
 from tests.integration.fleet import FLEET, PARTITIONS, Fleet, Journal, Traffic, claims_of, owners, running
 from tests.integration.processes import command, environment
 
 import parti
 from parti.cli.main import main
 from parti.coordination.orders import change_orders
+from parti.embedded import Server
 from parti.errors import ConfigError
 from parti.jetstream.kv import Bucket
 from parti.model.fleet import Orders, decode, encode
@@ -476,7 +477,7 @@ async def test_names_that_do_not_exist_are_refused(kit: Kit, operator: Operator)
         await fleet.join(identity="pod-a")
         await fleet.settles()
         for arguments in (("move", "p10", "--to", "worker-0"), ("move", "p10", "--auto"), ("pause", "p10")):
-            assert await operator.is_refused(*arguments) == "there is no partition 'p10'; did you mean p1 or p0?"
+            assert await operator.is_refused(*arguments) == "there is no partition 'p10'; did you mean p0, p1?"
         assert await operator.is_refused("resume", "p0", "zz", "aa") == (
             "there are no partitions aa, zz; there are 8 partitions, such as p0, p1, p2"
         )
@@ -630,6 +631,40 @@ async def test_a_change_that_is_refused_on_a_second_look_writes_nothing(kit: Kit
     assert await orders_in(kit) == theirs
 
 
+# ── with few rights ───────────────────────────────────────────────────────────────────────────────────────────────
+
+PERMISSIONS = (
+    *("$JS.API.STREAM.INFO.KV_{bucket}", "$JS.API.CONSUMER.CREATE.KV_{bucket}.>", "$JS.FC.KV_{bucket}.>"),
+    *("$JS.API.CONSUMER.DELETE.KV_{bucket}.>", "$JS.API.STREAM.MSG.GET.KV_{bucket}"),
+    *("$KV.{bucket}.orders", "$JS.API.STREAM.INFO.{stream}"),
+)
+
+
+async def test_the_permissions_listed_are_enough_to_give_orders(
+    nats_server_factory: Callable[..., Server], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, root = "RIGHTS", "rights"
+    publish = ", ".join(f'"{subject.format(bucket=f"b{root}", stream=stream)}"' for subject in PERMISSIONS)
+    few = f'{{user: few, password: pw, permissions: {{publish: [{publish}], subscribe: ["_INBOX.>"]}}}}'
+    server = nats_server_factory(
+        config=f"authorization {{ users: [{{user: all, password: pw}}, {few}] }}\nno_auth_user: all"
+    )
+    kit = replace(await open_kit(server, stream), root=root)
+    try:
+        await kit.create_stream()
+        monkeypatch.setenv("PARTI_USER", "few")
+        monkeypatch.setenv("PARTI_PASSWORD", "pw")
+        operator = Operator(kit, capsys)
+        async with running(kit, 2, user="all", password="pw"):
+            await operator.orders("move", "p0", "--to", "worker-1")
+            await operator.orders("pause", "p1")
+            await operator.orders("resume", "--all")
+            await operator.orders("drain", "worker-1")
+            assert (await operator.status())["orders"]["drained"] == ["worker-1"]
+    finally:
+        await kit.connection.close()
+
+
 # ── on a terminal ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -686,3 +721,16 @@ async def test_the_bar_gives_way_to_one_line(kit: Kit, operator: Operator, monke
         assert said.code == 0
         assert "moving to worker-1" in said.out
         assert re.search(r"Moved 1 partition to worker-1 in \d\.\d s\.\x1b\[0m\n$", said.out)
+
+
+async def test_elsewhere_lines_tell_how_far_it_is(
+    kit: Kit, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parti.cli.orders._SAY_S", 0.0)
+    async with running(kit, 2):
+        moving = await owned_by(kit, "worker-0")
+        said = await operator.type("move", *moving, "--to", "worker-1")
+        *lines, last = said.out.splitlines()
+        assert lines[0] == "moving to worker-1: 0 of 4"
+        assert len(set(lines)) == len(lines), "the same was said twice"
+        assert last.startswith("Moved 4 partitions to worker-1 in ")

@@ -66,6 +66,7 @@ class Run:
     _op: Op = ("begin",)
     _racing: bool = False
     _batched: bool = False
+    _purged: bool = False
     _tokens: Iterator[int] = field(default_factory=lambda: count(1))
     _sids: Iterator[int] = field(default_factory=lambda: count(10))
     _pulls: list[int] = field(default_factory=list)
@@ -175,9 +176,10 @@ class Run:
         if self._racing:
             left.pop(b"1")
             right.pop(b"1", None)
-        if self.setup.discards:
+        if self.setup.discards or self._purged:
             # Whether a message that made room is finished before or after its successor is delivered decides where
-            # the floor comes to lie. The server does both at the same time.
+            # the floor comes to lie. The server does both at the same time. And of several messages that are purged
+            # while in flight, it forgets one after the other in an order that chance decides.
             left, right = floorless(left), floorless(right)
         if self._op[0] == "batch" or self.setup.discards:
             # The first message may be delivered before the second is counted, or after.
@@ -342,7 +344,7 @@ class Run:
 
     def reset(self, name: str, seq: int) -> None:
         found = self.model.server.streams[self.name].consumers.get(name)
-        if self._batched:
+        if self._batched or self._purged:
             # A consumer may look for more in the middle of a batch, or at its end: its cursor, and with it the floor
             # that it would go back to, then lies here or there.
             seq = max(1, seq)
@@ -372,6 +374,8 @@ class Run:
         if not root and keep and self.setup.storage == "file":
             # The server then tells its consumers of a deleted subject by the name of the pattern `>`.
             keep = 0
+        consumers = self.model.server.streams[self.name].consumers.values()
+        self._purged = self._purged or any(len(c.pending) > 1 for c in consumers)
         body = {"filter": self.subject(root) if root else "", "seq": seq, "keep": keep}
         self.call(f"STREAM.PURGE.{self.name}", {key: value for key, value in body.items() if value})
         self.settle()

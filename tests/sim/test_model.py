@@ -313,6 +313,38 @@ def test_a_key_with_a_ttl_becomes_a_marker_and_then_nothing(site: Site) -> None:
     assert site.call("STREAM.MSG.GET.S", {"last_by_subj": "s.key"})["error"]["err_code"] == 10037
 
 
+def test_pulls_beyond_the_limit_get_an_answer_only_without_heartbeats(site: Site) -> None:
+    site.stream()
+    site.consumer("A", "s.a", max_waiting=1)
+    assert not site.pull("A", expires=60 * SECOND)
+    assert statuses(site.pull("A", expires=60 * SECOND)) == ["409 Exceeded MaxWaiting"]
+    assert not site.pull("A", expires=60 * SECOND, idle_heartbeat=SECOND)
+
+
+def test_a_push_consumer_waits_until_the_other_side_has_what_was_sent(site: Site) -> None:
+    site.stream(max_msgs_per_subject=1)
+    config = {
+        "name": "W",
+        "deliver_subject": "_INBOX.w",
+        "deliver_policy": "last_per_subject",
+        "ack_policy": "none",
+        "filter_subjects": ["s.>"],
+        "idle_heartbeat": SECOND,
+        "flow_control": True,
+        "inactive_threshold": 5 * SECOND,
+    }
+    site.call("CONSUMER.CREATE.S.W", {"stream_name": "S", "config": config})
+    site.got.clear()
+    for number in range(40):
+        site.client.publish(f"s.{number}", b"x" * 100_000)
+    question = next(d.reply.decode() for d in site.got if d.reply.startswith(b"$JS.FC."))
+    assert len(seqs(site.got)) == 21, "two megabytes, and the message that exceeds them"
+    assert b"Nats-Consumer-Stalled: " + question.encode() in (site.wait(1.1)[0].header or b"")
+    site.got.clear()
+    site.client.publish(question, b"")
+    assert seqs(site.got) == list(range(22, 41))
+
+
 def test_a_message_id_is_known_for_two_minutes(site: Site) -> None:
     site.stream()
 

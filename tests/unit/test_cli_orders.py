@@ -156,7 +156,7 @@ def test_partitions_come_once_and_in_natural_order() -> None:
         (
             ["etch1.c33"],
             ["etch1.c3", "etch2.c3"],
-            "there is no partition 'etch1.c33'; did you mean etch1.c3 or etch2.c3?",
+            "there is no partition 'etch1.c33'; did you mean etch1.c3, etch2.c3?",
         ),
         (["x"], ["p0"], "there is no partition 'x'; there is 1 partition, such as p0"),
         (["x"], [], "there is no partition 'x'; no partition has been claimed yet"),

@@ -143,10 +143,14 @@ async def test_what_fails_in_the_body_does_not_leave_the_partition_paused(paused
     bench.own("a")
     bench.send("a", 1)
     await bench.acked(1)
-    with pytest.raises(ZeroDivisionError):
+
+    async def fail() -> None:
         async with bench.lanes.paused("a"):
             bench.send("a", 2)
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
     await bench.acked(2)
 
 

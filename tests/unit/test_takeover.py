@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
 
 from parti.coordination.takeover import Estate, Estates
@@ -40,20 +42,20 @@ def record(**fields: Any) -> Progress:
     return Progress(stream="DC", stream_created=CREATED, **{**known, **fields})
 
 
-def estates(found: Claim | None, *, first: int = 1, **records: Progress) -> Estates:
+def estates(found: Claim | None, records: Mapping[str, Progress], *, first: int = 1) -> Estates:
     fleet = FleetRecord(prefix="x", stream="DC", template="dc.{p}", stream_created=CREATED, first_seq=first)
     return Estates(STREAM, TEMPLATE, fleet, {"p": found}, records)
 
 
 def after(found: Claim | None, *, planned: bool = False, **records: Progress) -> Estate:
-    return estates(found, **records).of("p", planned=planned)
+    return estates(found, records).of("p", planned=planned)
 
 
 # ── positions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_partition_that_nobody_ever_had_begins_where_the_fleet_did() -> None:
-    assert estates(None, first=30).of("p", planned=False) == Estate(30, CREATED)
+    assert estates(None, {}, first=30).of("p", planned=False) == Estate(30, CREATED)
 
 
 def test_a_partition_without_a_claim_begins_where_any_record_says() -> None:
@@ -70,8 +72,7 @@ def test_without_a_record_the_position_of_the_claim_counts() -> None:
 
 @pytest.mark.parametrize("other", [{"stream_created": "2020-01-01T00:00:00Z"}, {"stream": "OTHER"}])
 def test_a_record_of_another_stream_means_nothing(other: dict[str, str]) -> None:
-    found = Progress(**{"stream": "DC", "stream_created": CREATED, "floor": 90, "covered": ("dc.p",), **other})
-    assert after(claim(), w1=found).position == 40
+    assert after(claim(), w1=msgspec.structs.replace(record(), **other)).position == 40
 
 
 def test_a_stream_made_anew_has_neither_positions_nor_suspects() -> None:
@@ -129,8 +130,9 @@ def test_what_was_noted_of_other_partitions_does_not_count() -> None:
 
 
 def test_a_death_that_left_no_note_changes_nothing() -> None:
-    for records in ({}, {"w1": record(ahead={}, floor=41)}, {"w1": record(incarnation=6, trying={"p": 62})}):
-        estate = after(claim(careful_to=90, suspect=62, deaths=1), **records)
+    suspected = claim(careful_to=90, suspect=62, deaths=1)
+    for found in (None, record(ahead={}, floor=41), record(incarnation=6, trying={"p": 62})):
+        estate = estates(suspected, {"w1": found} if found else {}).of("p", planned=False)
         assert (estate.suspect, estate.deaths) == (62, 1)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
+import msgspec
 import structlog
 
 from parti.config import Settings
@@ -13,11 +15,13 @@ from parti.coordination.manager import Manager
 from parti.coordination.worker_ids import Seat
 from parti.core.lease import NEVER_S
 from parti.jetstream.kv import Bucket, Entry
+from parti.model.fleet import Assignment, Claim, HealthRecord, decode, key_of
 from parti.model.partition import Partition
 from parti.worker.reader import Reader, ReaderPorts
 from parti.worker.starts import Granted
 
 _log = structlog.get_logger("parti.worker")
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class LeasedStore:
@@ -80,6 +84,7 @@ class FleetReading:
             pointers=plane.bucket,
             incarnation=seat.incarnation,
             entitled=lambda: seat.lease.held,
+            safe_elsewhere=partial(safe_elsewhere, plane.bucket, seat.worker_id),
         )
         self.reader.permit(NEVER_S)
 
@@ -115,7 +120,33 @@ class FleetReading:
         return self.reader.report() if self.reader else {}
 
 
+async def safe_elsewhere(bucket: Bucket, worker_id: str, partitions: Iterable[str]) -> set[str]:
+    """Which of these partitions somebody else owns whose consumer carries them, or nobody wants any more."""
+    owners: dict[str, str] = {}
+    safe = set()
+    for partition in partitions:
+        claim = await _read(bucket, key_of("claims", partition), Claim)
+        if claim and claim.state == "free":
+            safe.add(partition)
+        elif claim and claim.owner != worker_id:
+            owners[partition] = claim.owner
+    for owner in set(owners.values()):
+        told = await _read(bucket, key_of("assignment", owner), Assignment)
+        said = await _read(bucket, key_of("health", owner), HealthRecord)
+        if told and said and said.incarnation == told.incarnation and said.ready >= told.version:
+            safe |= {p for p, owned_by in owners.items() if owned_by == owner and p in told.partitions}
+    return safe
+
+
+async def _read(bucket: Bucket, key: str, kind: type[_T]) -> _T | None:
+    entry = await bucket.get(key)
+    try:
+        return decode(entry.value, kind) if entry and entry.value else None
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return None
+
+
 def granted_by(manager: Manager) -> Granted:
-    """What the newest assignment grants."""
-    offered = manager.offered
-    return Granted(offered.partitions, offered.stream_created, offered.incoming) if offered else Granted()
+    """What the assignment grants that is being applied."""
+    told = manager.assignment
+    return Granted(told.partitions, told.stream_created, told.incoming) if told else Granted()

@@ -105,7 +105,7 @@ def partitions_named(names: Iterable[str], known: Collection[str]) -> tuple[str,
     if not unknown:
         return tuple(named)
     close = difflib.get_close_matches(unknown[0], known, n=_CLOSE, cutoff=0.6)
-    hint = f"did you mean {' or '.join(close)}?" if close else _examples(known)
+    hint = f"did you mean {', '.join(natural_order(close))}?" if close else _examples(known)
     which = f"partition {unknown[0]!r}" if len(unknown) == 1 else f"partitions {listed(unknown)}"
     raise ConfigError(f"there {'is' if len(unknown) == 1 else 'are'} no {which}; {hint}")
 

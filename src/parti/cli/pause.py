@@ -147,14 +147,19 @@ async def _check_stream(control: Control, situation: Situation) -> None:
 
 
 def _pause_summary(partitions: Sequence[str], aim: Aim, outcome: Outcome) -> str:
-    number = count(len(partitions), "partition")
+    one, number = len(partitions) == 1, count(len(partitions), "partition")
     if outcome.missing:
         return fell_short("were let go", aim, outcome, "'parti resume PARTITION...'")
     if not aim.partitions:
-        return f"Nobody handles {number}, as before; 'parti resume' with their names lets them go on."
+        return (
+            f"Nobody handles {number}, as before; 'parti resume PARTITION...' lets {'it' if one else 'them'} go on."
+        )
     if outcome.took_s is None:
         return f"Told the owners of {number} to let go; 'parti status' shows how far they are."
-    return f"Paused {number} in {span(outcome.took_s)}: nobody handles them, and their positions are kept."
+    kept = (
+        "nobody handles it, and its position is kept" if one else "nobody handles them, and their positions are kept"
+    )
+    return f"Paused {number} in {span(outcome.took_s)}: {kept}."
 
 
 # ── resume ────────────────────────────────────────────────────────────────────────────────────────────────────────

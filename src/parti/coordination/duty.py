@@ -61,6 +61,8 @@ class Duty:
     ) -> None:
         self.offered: Assignment | None = None
         """The newest assignment."""
+        self.begun: Assignment | None = None
+        """The newest assignment that the reading side has been told of."""
         self.partitions: tuple[Partition, ...] = ()
         """What this worker owns now."""
         self.busy: tuple[str, ...] = ()
@@ -78,7 +80,6 @@ class Duty:
         self._changed = changed
         self._worker_id = ""
         self._told: tuple[Partition, ...] = ()
-        self._let_go: Assignment | None = None
         self._applied: Assignment | None = None
         self._news = asyncio.Event()
         self._to_apply = asyncio.Event()
@@ -86,12 +87,12 @@ class Duty:
     def begin(self, worker_id: str) -> None:
         """A worker id is held from now on; whatever was told before counts no more."""
         self._worker_id = worker_id
-        self.offered = self._let_go = self._applied = None
+        self.offered = self.begun = self._applied = None
         self.settled_version = self.ready_version = 0
 
     def end(self) -> None:
         """The worker id is lost."""
-        self._let_go = self._applied = None
+        self.begun = self._applied = None
 
     def offer(self, assignment: Assignment) -> None:
         """Take in an assignment for this holding of the id."""
@@ -112,7 +113,7 @@ class Duty:
         while True:
             self._news.clear()
             offered = self.offered
-            if offered is not None and offered is not self._let_go and not self.stopping:
+            if offered is not None and offered is not self.begun and not self.stopping:
                 await self._begin(offered)
                 continue
             if self.busy:
@@ -129,8 +130,8 @@ class Duty:
         if new != self._told or self._applied is None:
             old, self._told = self._told, new
             await self._call_hooks(self._hooks.on_assignment_changed, (old, new))
+        self.begun = offered
         released = self._reading.let_go(new, self._news.set)
-        self._let_go = offered
         self._to_apply.set()
         if released:
             await self._settle(offered.version)
@@ -146,7 +147,7 @@ class Duty:
     async def _keep_applying(self) -> None:
         while True:
             self._to_apply.clear()
-            begun = self._let_go
+            begun = self.begun
             if begun is None or begun is self._applied or self.stopping:
                 await self._to_apply.wait()
             elif not await self._apply(begun):

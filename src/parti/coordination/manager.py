@@ -98,9 +98,9 @@ class Manager:
         return self._duty.partitions
 
     @property
-    def offered(self) -> Assignment | None:
-        """The newest assignment."""
-        return self._duty.offered
+    def assignment(self) -> Assignment | None:
+        """The assignment that is being applied, or was last."""
+        return self._duty.begun
 
     @property
     def leads(self) -> bool:

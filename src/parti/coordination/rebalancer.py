@@ -187,7 +187,9 @@ class Rebalancer:
                 self._changed.set()
             return
         if key == "orders":
-            self._orders = _decoded(key, entry, Orders) or Orders()
+            # One that cannot be read changes nothing: forgetting the orders would undo all of them.
+            orders = _decoded(key, entry, Orders) if entry.value else Orders()
+            self._orders = orders or self._orders
             self._changed.set()
             return
         worker = name_of(key)
@@ -279,7 +281,8 @@ class Rebalancer:
             orders=self._orders,
         )
         decision = self._planner.step(view)
-        if self._office.describe(decision, self._parts.strategy.name, len(view.partitions)) or decision.commands:
+        wanted = len(set(view.partitions) - set(self._orders.paused))
+        if self._office.describe(decision, self._parts.strategy.name, wanted) or decision.commands:
             _log.info(
                 f"fleet {decision.state}",
                 reason=decision.reason,

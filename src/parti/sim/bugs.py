@@ -17,6 +17,7 @@ from parti.model.partition import Partition
 from parti.sim.patches import Patches
 from parti.worker.consumer import WorkerConsumer
 from parti.worker.lanes import Lanes
+from parti.worker.starts import Starts
 
 
 def plant(name: str, patches: Patches) -> None:
@@ -37,12 +38,16 @@ def _unfenced_claim(patches: Patches) -> None:
 
 
 def _filter_edit_without_backfill(patches: Patches) -> None:
-    """A gained partition simply goes live: nobody looks for unfinished messages that the consumer has passed."""
+    """A gained partition simply goes live: nobody reads the unfinished messages that the consumer has passed."""
 
-    async def find_nothing(self: WorkerConsumer, partition: Partition) -> int | None:
+    async def find_nothing(self: Starts, partition: Partition) -> int | None:
         return None
 
-    patches.set(WorkerConsumer, "_first_unfinished", find_nothing)
+    def go_live(self: Lanes, partition: Partition, position: int, *, feed_to: int = 0) -> None:
+        pass
+
+    patches.set(Starts, "first_unfinished", find_nothing)
+    patches.set(Lanes, "gain", go_live)
 
 
 def _position_before_finish(patches: Patches) -> None:

@@ -46,21 +46,19 @@ class StandstillError(Exception):
 class _Task(asyncio.Task[_T]):
     """A task whose place in a set does not depend on its address: product code iterates over sets of tasks."""
 
-    def __new__(cls, *_: Any, **__: Any) -> _Task[_T]:
-        task: _Task[_T] = super().__new__(cls)
-        task.number = next(_numbers)
-        return task
-
     number: int
+
+    def __new__(cls, *_: Any, loop: VirtualLoop, **__: Any) -> _Task[_T]:
+        """Number the task before its base puts it into a set."""
+        task: _Task[_T] = super().__new__(cls)
+        task.number = len(loop.tasks)
+        return task
 
     def __hash__(self) -> int:
         return self.number
 
     def __eq__(self, other: object) -> bool:
         return self is other
-
-
-_numbers = count()
 
 
 class _Handle(asyncio.Handle):

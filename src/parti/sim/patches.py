@@ -32,15 +32,22 @@ class Patches:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def set(self, target: Any, name: str, value: object) -> None:
-        """Replace an attribute of a module or a class; it must exist."""
-        self._undo.append((target, name, vars(target)[name]))
+        """Replace an attribute of a module or a class, or override one that the class inherits."""
+        getattr(target, name)  # A patch of something that is not there any more would be no patch.
+        self._undo.append((target, name, vars(target).get(name, _INHERITED)))
         setattr(target, name, value)
 
     def undo(self) -> None:
         """Put everything back."""
         while self._undo:
             target, name, value = self._undo.pop()
-            setattr(target, name, value)
+            if value is _INHERITED:
+                delattr(target, name)
+            else:
+                setattr(target, name, value)
+
+
+_INHERITED = object()
 
 
 @contextmanager

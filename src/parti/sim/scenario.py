@@ -124,7 +124,7 @@ def _timing(chance: random.Random) -> Timing:
 def _traffic(chance: random.Random, partitions: tuple[str, ...]) -> tuple[Publish, ...]:
     """Messages spread over the safety phase: steady, in bursts, and some partitions busier than others."""
     count = chance.randint(40, 100)
-    slow = chance.choice((0.0, 0.0, 0.05, 0.3))
+    slow = chance.choice((0.0, 0.05, 0.1, 0.4))
     failing = chance.choice((0.0, 0.0, 0.03))
     weights = [chance.choice((1.0, 1.0, 4.0)) for _ in partitions]
     bursts = [chance.uniform(0.0, SAFETY_S * 0.9) for _ in range(4)]

@@ -15,12 +15,14 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 from parti.app import worker as worker_module
 from parti.app.worker import Job, Worker
 from parti.config import Settings
 from parti.coordination import candidacy as candidacy_module
 from parti.coordination.sources import Static
+from parti.core.lane import Lane
 from parti.errors import PartiError
 from parti.jetstream import connection as connection_module
 from parti.jetstream import pull as pull_module
@@ -38,6 +40,7 @@ from parti.sim.scenario import LIVENESS_S, SAFETY_S, Scenario
 from parti.sim.server import Delivery, ModelServer
 from parti.strategies import strategy_named
 from parti.worker import parking as parking_module
+from parti.worker import runners as runners_module
 
 _STREAM, _BUCKET, _DEAD = "WORK", "fleet", "dead"
 _TEMPLATE = Template("work.{key}")
@@ -57,6 +60,8 @@ def simulation(logger: object | None = None) -> Iterator[Patches]:
         patches.set(worker_module, "Wire", SimWire)
         patches.set(worker_module, "MicroService", _NoService)
         patches.set(candidacy_module, "ROLES", _roles)
+        patches.set(runners_module, "_Runner", _NumberedRunner)
+        patches.set(Lane, "__hash__", lambda lane: crc32(lane.ownership.partition.id.encode()))
         patches.set(pull_module, "_ADAPT_INTERVAL_S", 0.25)
         patches.set(parking_module, "_LOOK_INTERVAL_S", 0.5)
         enabled = gc.isenabled()
@@ -71,6 +76,21 @@ def simulation(logger: object | None = None) -> Iterator[Patches]:
 
 _roles: list[Role] = []
 """The roles that workers stand for in this run. The lesser ones decide nothing and cost a third of its time."""
+
+
+class _NumberedRunner(runners_module._Runner):
+    """A runner whose place in a set does not depend on its address; lanes get the same by their partition."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._number = loop.callbacks
+
+    def __hash__(self) -> int:
+        return self._number
 
 
 class _NoService:
@@ -99,7 +119,7 @@ class World:
         self.network = Network(self.loop, self.server, random.Random(f"network-{scenario.seed}"))
         self.members: list[Member] = []
         """Every worker there ever was."""
-        self.settings = _settings(scenario)
+        self.settings = make_settings(scenario)
         self.job = Job(_STREAM, _TEMPLATE, Static(scenario.partitions), self._handle, strategy_named("sticky"))
         self._chance = random.Random(f"world-{scenario.seed}")
         self._slots: dict[int, Member] = {}
@@ -323,7 +343,8 @@ class Member:
         self.process.crash()
 
 
-def _settings(scenario: Scenario) -> Settings:
+def make_settings(scenario: Scenario) -> Settings:
+    """The settings of every worker of a run: as in production, but with short times."""
     timing = scenario.timing
     return _base_settings().model_copy(
         update={

@@ -52,8 +52,10 @@ class Caution:
             await asyncio.gather(self._noting, return_exceptions=True)
 
     def _held(self, lane: Lane) -> None:
-        """A lane has something that could be started."""
+        """A lane may have something that could be started."""
         if not lane.waiting:
+            if lane.parked:
+                self._lanes.on_starved(lane)  # it ran empty while it was paused
             return
         if lane.waiting[0].seq > lane.careful_to:
             lane.careful_to = 0

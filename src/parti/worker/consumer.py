@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -67,6 +67,8 @@ class ConsumerPorts:
     """Whether this process still holds the worker id that the consumer belongs to."""
     on_new_stream: Callable[[StreamInfo], None] = lambda stream: None
     """Called when the stream was made anew."""
+    safe_elsewhere: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None
+    """Tells which of these partitions are carried by the consumer of their owner."""
     stateful: StatefulPartitions | None = None
     """Partitions have a state, which is restored before they begin and saved when they end."""
 
@@ -114,7 +116,11 @@ class WorkerConsumer:
         """What the server has been told, incoming partitions included."""
         self._bounds: dict[str, int] = {}
         """The stream's last sequence after a partition was added: what is newer is delivered."""
+        self._leftovers: dict[str, Partition] = {}
+        """Carried for an earlier process' sake, by subject."""
         self._wanted = _NOTHING
+        self._wanted_incoming = _NOTHING
+        """Belongs to `_wanted`: one assignment says both."""
         self._wanted_version = 0
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._updater: asyncio.Task[None] | None = None
@@ -158,10 +164,10 @@ class WorkerConsumer:
     async def start(self, partitions: Iterable[PartitionLike]) -> None:
         """Create or take up the consumer with these partitions and begin to pull."""
         owned = self._build(partitions)
-        carried = self._with_incoming(owned)
         self._own(owned)
         await self._take_up(FilterSet(self._handled, 0))
-        self._wanted, self._carried = owned, carried
+        self._want(owned)
+        carried = self._carried = self._to_carry()
         incoming = self._expect(carried)
         if not self._feeds:
             await self._gain(incoming)
@@ -202,13 +208,13 @@ class WorkerConsumer:
 
         Returns whether others may have what was let go; otherwise the consumer has to be updated first.
         """
+        wanted = self._build(keep)
+        # Also for an update that is under way: it must not bring back what is let go here.
+        self._want(wanted)
         if not self.overlaps or self._lock.locked():
             return False
-        wanted = self._build(keep)
-        carried = self._carried.partitions
-        self._own(FilterSet({s: p for s, p in wanted.partitions.items() if s in carried}, 0))
-        # An update that is still to come must not bring back what is let go here.
-        self._wanted = wanted
+        ready = self._carried.partitions.keys() - self._leftovers.keys()
+        self._own(FilterSet({s: p for s, p in wanted.partitions.items() if s in ready}, 0))
         return True
 
     async def update_worker_consumer(self, worker_id: str, partitions: Iterable[PartitionLike]) -> None:
@@ -220,11 +226,10 @@ class WorkerConsumer:
         """
         if worker_id != self._settings.worker_id:
             raise ConfigError(f"this consumer belongs to worker {self._settings.worker_id!r}, not to {worker_id!r}")
-        owned = self._build(partitions)
-        if self._updater is None and not self._differs(owned):
+        self._want(self._build(partitions))
+        if self._updater is None and not self._differs():
             self._ports.metrics.update_skipped.inc()
             return
-        self._wanted = owned
         self._wanted_version += 1
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((self._wanted_version, done))
@@ -232,10 +237,15 @@ class WorkerConsumer:
             self._updater = asyncio.create_task(self._update())
         await done
 
-    def _differs(self, owned: FilterSet) -> bool:
-        carried = self._with_incoming(owned)
-        same = diff_filters(self._carried.subjects, carried.subjects).empty
-        return not same or not diff_filters(self._owned.subjects, owned.subjects).empty
+    def _want(self, owned: FilterSet) -> None:
+        """From now on these are to be owned, with what the newest grants name as incoming."""
+        granted, self._wanted, self._wanted_incoming = self._starts.granted, owned, _NOTHING
+        if granted and self.overlaps:
+            self._wanted_incoming = FilterSet({p.subject: p for p in self._template.partitions(granted.incoming)}, 0)
+
+    def _differs(self) -> bool:
+        same = diff_filters(self._carried.subjects, self._to_carry().subjects).empty
+        return not same or not diff_filters(self._owned.subjects, self._wanted.subjects).empty
 
     def _build(self, partitions: Iterable[PartitionLike]) -> FilterSet:
         filters = build_filters(self._template.partitions(partitions), max_subjects=self._settings.max_subjects)
@@ -251,13 +261,10 @@ class WorkerConsumer:
             _log.warning("partitions were named more than once", duplicates=filters.duplicates)
         return filters
 
-    def _with_incoming(self, owned: FilterSet) -> FilterSet:
-        """These partitions and those to get ready for."""
-        granted = self._starts.granted
-        if not granted or not granted.incoming or not self.overlaps:
-            return owned
-        incoming = {p.subject: p for p in self._template.partitions(granted.incoming)}
-        return FilterSet(incoming | owned.partitions, 0)
+    def _to_carry(self) -> FilterSet:
+        """What is wanted, what to get ready for, and what an earlier process carried and nobody else does yet."""
+        others = self._leftovers | self._wanted_incoming.partitions
+        return FilterSet(others | self._wanted.partitions, 0) if others else self._wanted
 
     async def _update(self) -> None:
         """Apply the newest wanted set until there is no newer one."""
@@ -285,10 +292,9 @@ class WorkerConsumer:
         version = 0
         for attempt in range(1, self._settings.update_attempts + 1):
             # Re-read at each attempt: a newer set wins over one that is still being tried.
-            version, owned = self._wanted_version, self._wanted
-            carried = self._with_incoming(owned)
+            version, owned, carried = self._wanted_version, self._wanted, self._to_carry()
             diff = diff_filters(self._carried.subjects, carried.subjects)
-            if not self._differs(owned):
+            if not self._differs():
                 self._ports.metrics.update_skipped.inc()
                 return version, None
             try:
@@ -348,7 +354,9 @@ class WorkerConsumer:
         try:
             self._own(owned)
             self._expect(carried)
-            pull = await self._settle_on(carried, diff, reason="update")
+            # What was carried for an earlier process' sake was not taken in.
+            mine = (self._leftovers.keys() & owned.partitions.keys()) | set(diff.added)
+            pull = await self._settle_on(carried, [carried.partitions[s] for s in sorted(mine)], reason="update")
         except BaseException:
             self._own(previous)
             self._expect(self._carried)
@@ -356,6 +364,7 @@ class WorkerConsumer:
             self.engine.resume(prepared=False, reason="update failed")
             raise
         self._carried = carried
+        self._leftovers = {s: p for s, p in self._leftovers.items() if s not in mine}
         self.engine.resume(prepared=True, pull=pull)
 
     def _take_back(self, partitions: Iterable[Partition]) -> None:
@@ -446,16 +455,17 @@ class WorkerConsumer:
 
     def _expect(self, carried: FilterSet) -> list[Partition]:
         """Tell the lanes which partitions to get ready for; returns them."""
-        incoming = {s: p for s, p in carried.partitions.items() if s not in self._handled}
+        kept = self._handled.keys() | self._leftovers.keys()
+        incoming = {s: p for s, p in carried.partitions.items() if s not in kept}
         self._ports.lanes.expect(incoming)
         return list(incoming.values())
 
     async def _prepare(self, reason: str) -> bool:
         """Verify the consumer and put it to the position; the engine calls this before each session."""
         async with self._lock:
-            return await self._settle_on(self._carried, FilterDiff((), ()), reason=reason)
+            return await self._settle_on(self._carried, [], reason=reason)
 
-    async def _settle_on(self, carried: FilterSet, diff: FilterDiff, *, reason: str) -> bool:
+    async def _settle_on(self, carried: FilterSet, gained: list[Partition], *, reason: str) -> bool:
         """RESET to the lowest unfinished position, then set the filter; False when there is nothing to pull."""
         if not self._ports.entitled():
             raise LeaseLost(f"the worker id is not held at present; consumer {self._name!r} is left alone")
@@ -466,7 +476,7 @@ class WorkerConsumer:
             await self._check_stream()
         elif reason not in {"start", "update"} and info.subjects != tuple(sorted(subjects)):
             await self._mistrust(info)
-        oldest = await self._gain([carried.partitions[s] for s in diff.added])
+        oldest = await self._gain(gained)
         target = min(lanes.resume_at, oldest or lanes.resume_at)
         if info is None:
             if self._existed:
@@ -475,8 +485,8 @@ class WorkerConsumer:
             config = build_config(self._name, subjects, self._tuning())
             info = await api.put_consumer(stream, config, action="create")
             self._existed = True
-        elif not self._retention.keeps and not set(info.subjects) <= set(subjects):
-            # A subject is still in the filter that is about to go: its messages must not get below the ack floor.
+        elif not self._retention.keeps and set(info.subjects) - (set(subjects) - self._leftovers.keys()):
+            # A subject is in the filter that is not read here: its messages must not get below the ack floor.
             target = min(target, info.ack_floor + 1)
         hold = await self._hold(info, subjects, target)
         await api.reset_consumer(stream, self._name, target)
@@ -496,10 +506,33 @@ class WorkerConsumer:
             return ""
         return await self._holds.take(sorted(added), seq)
 
-    async def release_holds(self) -> None:
-        """Give up holds that are no longer needed."""
+    def _keep_leftovers(self, info: ConsumerInfo) -> None:
+        """On an interest stream the server deletes what the last consumer drops, so drop nothing before it is safe.
+
+        An earlier process under this id may have carried partitions that nobody has got yet.
+        """
+        if self._retention is not INTEREST or self._ports.safe_elsewhere is None:
+            return
+        for subject in info.subjects:
+            try:
+                partition = self._template.parse(subject)
+            except SubjectMismatch:
+                continue
+            if subject not in self._owned.partitions and subject != self._placeholder():
+                self._leftovers[subject] = partition
+
+    async def tidy_up(self) -> None:
+        """Give up holds and partitions of an earlier process that are no longer needed here."""
         if self._holds.any and (info := await self._find()):
             await self._holds.release(info)
+        ask = self._ports.safe_elsewhere
+        if self._leftovers and ask:
+            safe = await ask([partition.id for partition in self._leftovers.values()])
+            left = {s: p for s, p in self._leftovers.items() if p.id not in safe and s not in self._owned.partitions}
+            if left != self._leftovers:
+                self._leftovers = left
+                assert self._settings.worker_id
+                await self.update_worker_consumer(self._settings.worker_id, self._wanted.partitions.values())
 
     async def _check_stream(self) -> None:
         """The consumer is gone; if the stream went with it and is another one now, nothing we know holds."""
@@ -553,6 +586,7 @@ class WorkerConsumer:
         self._existed = info is not None
         if info is not None:
             starts.raise_by(info)
+            self._keep_leftovers(info)
         record = starts.record
         if starts.granted is not None or self._ports.stateful:
             await self._take_up_granted(filters)

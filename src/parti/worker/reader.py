@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,6 +72,7 @@ class Reader:
         pointers: Bucket | None = None,
         incarnation: int = 0,
         entitled: Callable[[], bool] = lambda: True,
+        safe_elsewhere: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None,
     ) -> None:
         """`entitled` tells whether the worker id is still held; `incarnation` counts its holders.
 
@@ -79,6 +80,7 @@ class Reader:
         """
         assert settings.worker_id
         self.entitled = entitled
+        self._safe_elsewhere = safe_elsewhere
         self.settings = settings
         self.worker_id = settings.worker_id
         self._ports = ports
@@ -162,6 +164,7 @@ class Reader:
                 ports.health,
                 self._is_entitled,
                 self._on_new_stream,
+                self._safe_elsewhere,
                 self._stateful,
             ),
             settings,
@@ -317,11 +320,11 @@ class Reader:
             self._lanes.catch_up()
             self._lanes.evict()
             if await self.store_progress() and self._consumer:
-                await self._release_holds(self._consumer)
+                await self._tidy_up(self._consumer)
 
-    async def _release_holds(self, consumer: WorkerConsumer) -> None:
+    async def _tidy_up(self, consumer: WorkerConsumer) -> None:
         try:
-            await consumer.release_holds()
+            await consumer.tidy_up()
         except PartiError as error:
             _log.warning("messages are held longer than needed; trying again", error=str(error))
 

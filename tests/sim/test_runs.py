@@ -1,0 +1,98 @@
+"""Whole fleets: some seeds keep every promise, the same seed is the same run, and planted bugs are found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import count
+
+import pytest
+
+from parti.cli.main import main
+from parti.core.invariants import Invariant
+from parti.sim.bugs import BUGS
+from parti.sim.runs import run_seeds, run_verbosely
+from parti.sim.scenario import RETENTIONS, FaultKind, make_scenario
+from parti.sim.world import World, simulation
+
+ENOUGH = 1000
+
+
+@pytest.mark.parametrize("retention", RETENTIONS)
+def test_promises_are_kept(retention: str) -> None:
+    tally = run_seeds(range(1, 16), retention=retention)
+    assert tally.failures == []
+    assert tally.seeds == 15
+    assert tally.calls >= tally.messages > 500
+    assert tally.holdings > 60
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    for seed in count(1):
+        assert seed <= ENOUGH, f"{bug} was not found within {ENOUGH} seeds"
+        tally = run_seeds([seed], bug=bug)
+        if tally.failures:
+            break
+    broken = " ".join(tally.failures[0].complaints)
+    assert any(invariant.value in broken for invariant in Invariant), broken
+    # It is the bug that was found, and its patches are gone.
+    assert run_seeds([seed]).failures == []
+
+
+def test_a_seed_is_always_the_same_run() -> None:
+    code = "from parti.sim.runs import run_verbosely\nfor seed in (3, 8, 9): print(run_verbosely(seed).digest)\n"
+    here = "".join(f"{run_verbosely(seed).digest}\n" for seed in (3, 8, 9))
+    for hash_seed in ("0", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        there = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=50
+        )
+        assert there.stdout == here
+
+
+def test_seeds_differ_and_together_try_everything() -> None:
+    scenarios = [make_scenario(seed) for seed in range(200)]
+    assert len({scenario.publishes for scenario in scenarios}) == 200
+    assert {scenario.retention for scenario in scenarios} == set(RETENTIONS)
+    assert {fault.kind for scenario in scenarios for fault in scenario.faults} == set(FaultKind)
+
+
+def test_a_timeline_tells_what_happened() -> None:
+    with simulation():
+        outcome = World(make_scenario(5), keep_timeline=True).run()
+    told = [what for _, _, what in outcome.timeline]
+    assert outcome.good
+    assert [at_s for at_s, _, _ in outcome.timeline] == sorted(at_s for at_s, _, _ in outcome.timeline)
+    assert sum(" is stored " in what for what in told) == outcome.messages
+    assert "settled" in told
+
+
+class TestCommand:
+    def test_it_runs_seeds_and_sums_up(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["sim", "--seeds", "2", "--processes", "1"]) == 0
+        out = capsys.readouterr().out
+        assert "2 seeds in" in out
+        assert "0 failing seeds." in out
+
+    def test_it_prints_how_to_replay_a_failing_seed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        bug = "filter-edit-without-backfill"
+        assert main(["sim", "--seed", "1", "--bug", bug, "--retention", "limits"]) == 1
+        out = capsys.readouterr().out
+        assert f"seed 1: parti sim --seed 1 --bug {bug} --retention limits --verbose" in out
+        assert "Order" in out or "NoLoss" in out
+
+    def test_it_prints_the_timeline_of_one_seed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["sim", "--seed", "2", "--verbose"]) == 0
+        out = capsys.readouterr().out
+        assert "log: elected role=rebalancer" in out
+        assert "digest" in out
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["--bug", "none-such"], ["--retention", "forever"], ["--verbose"], ["--seeds", "0"], ["--seed", "x"]],
+    )
+    def test_bad_input_is_refused(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["sim", *arguments]) == 2
+        assert capsys.readouterr().err.startswith("parti: ")
