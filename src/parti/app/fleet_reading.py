@@ -126,7 +126,8 @@ async def safe_elsewhere(bucket: Bucket, worker_id: str, partitions: Iterable[st
     safe = set()
     for partition in partitions:
         claim = await _read(bucket, key_of("claims", partition), Claim)
-        if claim and claim.state == "free":
+        if claim and claim.state in {"free", "moving"} and claim.owner in {"", worker_id}:
+            # Nobody wants it any more, or we were told to let go because the next owner carries it.
             safe.add(partition)
         elif claim and claim.owner != worker_id:
             owners[partition] = claim.owner

@@ -32,7 +32,7 @@ from parti.core.fleet_view import (
     Policy,
 )
 from parti.core.planner import Planner
-from parti.core.retention import Retention
+from parti.core.retention import INTEREST, Retention
 from parti.errors import ControlPlaneReset, LeaseLost, NotFound, PartiError, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, MAX_BATCH, Entry, Write
 from parti.jetstream.system_events import SystemEvents
@@ -187,10 +187,7 @@ class Rebalancer:
                 self._changed.set()
             return
         if key == "orders":
-            # One that cannot be read changes nothing: forgetting the orders would undo all of them.
-            orders = _decoded(key, entry, Orders) if entry.value else Orders()
-            self._orders = orders or self._orders
-            self._changed.set()
+            self._take_orders(entry)
             return
         worker = name_of(key)
         health = _decoded(key, entry, HealthRecord)
@@ -200,6 +197,15 @@ class Rebalancer:
         self._health[worker] = health
         if before is None or _moves(before) != _moves(health):
             self._changed.set()
+
+    def _take_orders(self, entry: Entry) -> None:
+        # One that cannot be read changes nothing: forgetting the orders would undo all of them.
+        orders = (_decoded("orders", entry, Orders) if entry.value else Orders()) or self._orders
+        if orders.paused and self._parts.retention is INTEREST:
+            _log.error("paused partitions are handled all the same: an interest stream would drop their messages")
+            orders = msgspec.structs.replace(orders, paused=())
+        self._orders = orders
+        self._changed.set()
 
     async def _listen(self) -> SystemEvents | None:
         """Hear of broken connections from the servers, if that is set up; without them leases tell, later."""

@@ -90,6 +90,8 @@ class ConsumerInfo:
     delivered: int
     ack_pending: int
     pending: int
+    waiting: int = 0
+    """Pulls that stand."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -255,4 +257,5 @@ def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
         delivered=answer["delivered"]["stream_seq"],
         ack_pending=answer["num_ack_pending"],
         pending=answer["num_pending"],
+        waiting=answer.get("num_waiting", 0),
     )

@@ -112,6 +112,7 @@ class PullEngine:
         self._slots: list[_Slot] = []
         self._open = False
         self._paused = False
+        self._suspended = False
         self._nothing_to_pull = False
         self._hold_until_tick = False
         self._expected = self._counted = 0
@@ -166,6 +167,17 @@ class PullEngine:
         else:
             self.new_session(reason)
 
+    def suspend(self) -> None:
+        """Stop pulling until `unsuspend`, whatever else happens: this process may not act."""
+        self._suspended = True
+        self._close_session()
+
+    def unsuspend(self, reason: str) -> None:
+        """Go on, through `prepare`."""
+        if self._suspended:
+            self._suspended = False
+            self.new_session(reason)
+
     def new_session(self, reason: str) -> None:
         """Close the session because its chain may be broken, and begin a new one."""
         self._close_session()
@@ -176,7 +188,7 @@ class PullEngine:
     @property
     def healthy(self) -> bool:
         """Whether pulls stand, or deliberately do not."""
-        return self._open or self._paused or self._nothing_to_pull
+        return self._open or self._paused or (self._nothing_to_pull and not self._suspended)
 
     @property
     def credit(self) -> int:
@@ -215,6 +227,8 @@ class PullEngine:
 
     def _open_session(self) -> None:
         self._close_session()
+        if self._suspended:
+            return
         self._expected = self._counted = 1  # RESET makes the server count from one again
         self._heard = True
         self._hold_until_tick = False

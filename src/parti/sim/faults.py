@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from parti.model.fleet import Orders
 from parti.sim.scenario import SAFETY_S, Fault, FaultKind
 
 if TYPE_CHECKING:
@@ -23,9 +24,13 @@ class Faults:
         self._world = world
         self._network = world.network
         self._history = world.history
+        self._orders: dict[str, Any] = {"placed": {}, "drained": [], "paused": []}
         self._acts: Mapping[FaultKind, Callable[[Fault], Awaitable[None]]] = {
             FaultKind.JOIN: self._join,
             FaultKind.LEAVE: self._leave,
+            FaultKind.MOVE: self._move,
+            FaultKind.DRAIN: self._drain,
+            FaultKind.HALT: self._halt,
             FaultKind.CRASH: self._crash,
             FaultKind.PAUSE: self._pause,
             FaultKind.CUT: self._cut,
@@ -55,13 +60,42 @@ class Faults:
             await asyncio.sleep(fault.lasts_s)
             self._world.start_worker(fault.slot)
 
+    async def _move(self, fault: Fault) -> None:
+        self._orders["placed"][fault.partition] = f"worker-{fault.slot}"
+        await self._give_orders()
+        await asyncio.sleep(fault.lasts_s)
+        self._orders["placed"].pop(fault.partition, None)
+        await self._give_orders()
+
+    async def _drain(self, fault: Fault) -> None:
+        await self._order_for_a_while("drained", f"worker-{fault.slot}", fault.lasts_s)
+
+    async def _halt(self, fault: Fault) -> None:
+        await self._order_for_a_while("paused", fault.partition, fault.lasts_s)
+
+    async def _order_for_a_while(self, kind: str, name: str, lasts_s: float) -> None:
+        self._orders[kind].append(name)
+        await self._give_orders()
+        await asyncio.sleep(lasts_s)
+        self._orders[kind].remove(name)
+        await self._give_orders()
+
+    async def _give_orders(self) -> None:
+        orders = Orders(
+            placed=dict(self._orders["placed"]),
+            drained=tuple(dict.fromkeys(self._orders["drained"])),
+            paused=tuple(dict.fromkeys(self._orders["paused"])),
+        )
+        await self._world.give_orders(orders)
+        self._history.note(
+            f"an operator orders: placed {orders.placed}, drained {orders.drained}, paused {orders.paused}"
+        )
+
     # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _crash(self, fault: Fault) -> None:
         if member := self._world.member(fault.slot):
-            self._history.note("is killed", member.name)
-            member.process.crash()
-            self._history.died(member.name)
+            self._world.kill_worker(member)
             await asyncio.sleep(fault.lasts_s)
             self._world.start_worker(fault.slot)
 

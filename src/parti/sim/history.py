@@ -99,7 +99,9 @@ class History:
     def dead_lettered(self, seq: int) -> None:
         """A message was stored as a dead letter, which finishes it too."""
         self.note(f"message {seq} is dead-lettered")
-        self.finished(self._last_start[seq])
+        # One that was noted before its process died may never have been started.
+        never = Start(self.publishes[seq].partition, seq, "", 0, "", self._clock())
+        self.finished(self._last_start.get(seq, never))
 
     def died(self, process: str) -> None:
         """A process has ended without storing its positions."""

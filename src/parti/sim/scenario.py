@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RETENTIONS = ("limits", "interest", "workqueue")
 
-SAFETY_S = 6.0
+SAFETY_S = 5.0
 """Length of the phase with faults."""
 LIVENESS_S = 25.0
 """Within so long after it, everything must be finished and every partition owned by exactly one worker."""
@@ -19,6 +19,9 @@ class FaultKind(enum.StrEnum):
 
     JOIN = "join"
     LEAVE = "leave"
+    MOVE = "move"
+    DRAIN = "drain"
+    HALT = "halt"
     CRASH = "crash"
     PAUSE = "pause"
     CUT = "cut"
@@ -29,29 +32,35 @@ class FaultKind(enum.StrEnum):
     LEADER = "leader"
 
 
-PLANNED = (FaultKind.JOIN, FaultKind.LEAVE)
+PLANNED = (FaultKind.JOIN, FaultKind.LEAVE, FaultKind.MOVE, FaultKind.DRAIN, FaultKind.HALT)
+"""What operators do in the course of a day; none of it may repeat a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens at `at_s` to the worker in slot `slot` (or to all), for `lasts_s`."""
+    """Something that happens at `at_s` to the worker in slot `slot` (or to all), for `lasts_s`.
+
+    An operator's orders name `partition` and the worker with the number of the slot.
+    """
 
     kind: FaultKind
     at_s: float
     slot: int
     lasts_s: float
+    partition: str = ""
     size: float = 0.0
     """Seconds of added latency or of a clock's jump, share of lost messages, seconds of lost acknowledgements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """One message: when, where, how long its handler takes, and how many of its attempts fail."""
+    """One message: when, where, how long its handler takes, how many attempts fail, how many processes it kills."""
 
     at_s: float
     partition: str
     takes_s: float
     fails: int = 0
+    kills: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +107,7 @@ def make_scenario(seed: int, *, retention: str | None = None) -> Scenario:
     timing = _timing(chance)
     latency_s = chance.choice((0.0005, 0.002, 0.01))
     publishes = _traffic(chance, partitions)
-    faults = _faults(chance, slots, timing)
+    faults = _faults(chance, slots, partitions, timing)
     all_roles = chance.random() < 0.2
     return Scenario(seed, retention or chosen, slots, partitions, timing, latency_s, publishes, faults, all_roles)
 
@@ -126,10 +135,11 @@ def _traffic(chance: random.Random, partitions: tuple[str, ...]) -> tuple[Publis
     count = chance.randint(40, 100)
     slow = chance.choice((0.0, 0.05, 0.1, 0.4))
     failing = chance.choice((0.0, 0.0, 0.03))
+    killers = set(chance.sample(range(count), chance.choice((1, 2)))) if chance.random() < 0.1 else set()
     weights = [chance.choice((1.0, 1.0, 4.0)) for _ in partitions]
     bursts = [chance.uniform(0.0, SAFETY_S * 0.9) for _ in range(4)]
     publishes = []
-    for _ in range(count):
+    for number in range(count):
         at_s = (
             chance.uniform(0.0, SAFETY_S) if chance.random() < 0.5 else chance.choice(bursts) + 0.01 * chance.random()
         )
@@ -140,7 +150,8 @@ def _traffic(chance: random.Random, partitions: tuple[str, ...]) -> tuple[Publis
         if chance.random() < failing:
             fails = chance.choice((1, 1, 99))
         (partition,) = chance.choices(partitions, weights)
-        publishes.append(Publish(at_s, partition, takes_s, fails))
+        kills = chance.choice((1, 99)) if number in killers else 0
+        publishes.append(Publish(at_s, partition, takes_s, fails, kills))
     return tuple(sorted(publishes, key=lambda publish: publish.at_s))
 
 
@@ -155,25 +166,27 @@ _MOODS: tuple[tuple[FaultKind, ...], ...] = (
 """What kinds of faults may meet in one run: a mix of everything hides what two of them do together."""
 
 
-def _faults(chance: random.Random, slots: int, timing: Timing) -> tuple[Fault, ...]:
+def _faults(chance: random.Random, slots: int, partitions: tuple[str, ...], timing: Timing) -> tuple[Fault, ...]:
     mood = chance.choice(_MOODS)
     faults = []
     for _ in range(chance.randint(1, 5)):
         kind = chance.choice(mood)
         at_s = chance.uniform(0.2, SAFETY_S)
         slot = chance.randrange(slots)
-        faults.append(_fault(chance, kind, at_s, slot, timing))
+        faults.append(_fault(chance, Fault(kind, at_s, slot, 0.0, chance.choice(partitions)), timing))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-def _fault(chance: random.Random, kind: FaultKind, at_s: float, slot: int, timing: Timing) -> Fault:
-    ttl_s = timing.lease_ttl_s
-    around_ttl_s = chance.choice((chance.uniform(0.05, 0.5), chance.uniform(0.5, 1.2) * ttl_s, 3 * ttl_s))
-    lasts_s = around_ttl_s
+def _fault(chance: random.Random, fault: Fault, timing: Timing) -> Fault:
+    """Decide how long it lasts and how bad it is."""
+    ttl_s, kind = timing.lease_ttl_s, fault.kind
+    lasts_s = chance.choice((chance.uniform(0.05, 0.5), chance.uniform(0.5, 1.2) * ttl_s, 3 * ttl_s))
     size = 0.0
     if kind in {FaultKind.CRASH, FaultKind.LEAVE, FaultKind.JOIN}:
         # How long the slot stays empty, or how long the additional worker stays.
         lasts_s = chance.choice((0.01, chance.uniform(0.1, 2 * ttl_s), SAFETY_S))
+    elif kind in {FaultKind.MOVE, FaultKind.DRAIN, FaultKind.HALT}:
+        lasts_s = chance.uniform(0.1, 3.0)
     elif kind is FaultKind.SLOW:
         lasts_s, size = chance.uniform(0.5, 3.0), chance.uniform(0.02, 0.4)
     elif kind is FaultKind.LOSS:
@@ -184,4 +197,4 @@ def _fault(chance: random.Random, kind: FaultKind, at_s: float, slot: int, timin
         size = chance.choice((0.0, 0.05, 0.2))
     elif kind is FaultKind.LEADER:
         lasts_s = chance.choice((0.0, chance.uniform(0.02, 0.3), chance.uniform(0.5, 3.0)))
-    return Fault(kind, at_s, slot, lasts_s, size)
+    return replace(fault, lasts_s=lasts_s, size=size)

@@ -21,12 +21,13 @@ from parti.app import worker as worker_module
 from parti.app.worker import Job, Worker
 from parti.config import Settings
 from parti.coordination import candidacy as candidacy_module
+from parti.coordination.orders import KEY as ORDERS_KEY
 from parti.coordination.sources import Static
 from parti.core.lane import Lane
 from parti.errors import PartiError
 from parti.jetstream import connection as connection_module
 from parti.jetstream import pull as pull_module
-from parti.model.fleet import ROLES, Role
+from parti.model.fleet import ROLES, Orders, Role, encode
 from parti.model.message import Message, parse_headers
 from parti.model.partition import Template
 from parti.sim.client import SimClient, SimWire, networks
@@ -46,7 +47,7 @@ _STREAM, _BUCKET, _DEAD = "WORK", "fleet", "dead"
 _TEMPLATE = Template("work.{key}")
 _ATTEMPTS = 2
 _LOOK_S = 0.25
-_CALM_S = 1.0
+_CALM_S = 0.7
 """How long the fleet is watched after it has settled."""
 _AGAIN_S = 0.5
 """After so long a supervisor starts a worker again that could not start."""
@@ -124,6 +125,7 @@ class World:
         self._chance = random.Random(f"world-{scenario.seed}")
         self._slots: dict[int, Member] = {}
         self._answers: list[dict[str, Any]] = []
+        self._killed: dict[int, int] = {}
         self._client = self.server.connect(self._on_delivery)
         self._client.connected = False
 
@@ -209,13 +211,11 @@ class World:
             self._client.subscribe(f"{_DEAD}.>", b"2")
         self._client.publish(subject, payload, reply="_INBOX.world")
         self.network.touch()
-        answer = self._answers.pop()
-        assert "error" not in answer, answer
-        return answer
+        return self._answers.pop()
 
     def _on_delivery(self, delivery: Delivery) -> None:
         if delivery.sid == b"1":
-            self._answers.append(json.loads(delivery.payload))
+            self._answers.append(json.loads(delivery.payload or b"{}"))
         else:
             self.history.dead_lettered(int(parse_headers(delivery.header or b"")["Parti-Sequence"]))
 
@@ -226,11 +226,22 @@ class World:
                 await asyncio.sleep(_LOOK_S)
         for publish in self.scenario.publishes:
             await asyncio.sleep(max(0.0, publish.at_s - self.loop.now_s))
-            while not self.network.up or self.network.leaderless:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+            await self._server_ready()
             seq = self._ask(f"work.{publish.partition}", b"")["seq"]
             self.history.stored(seq, publish)
         await asyncio.sleep(max(0.0, SAFETY_S - self.loop.now_s))
+
+    async def _server_ready(self) -> None:
+        while not self.network.up or self.network.leaderless:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+
+    async def give_orders(self, orders: Orders) -> None:
+        """Write what an operator wants of the fleet."""
+        while True:
+            await self._server_ready()
+            if "seq" in self._ask(f"$KV.{_BUCKET}.{ORDERS_KEY}", encode(orders)):
+                return
+            await asyncio.sleep(_LOOK_S)  # There is no bucket yet.
 
     async def _handle(self, message: Message) -> None:
         """The application of this fleet: it takes its time, sometimes fails, and leaves a record."""
@@ -238,6 +249,10 @@ class World:
         start = self.history.started(
             message.partition.id, message.seq, message.worker_id, message.fence, current_process().name
         )
+        if publish.kills > self._killed.get(message.seq, 0):
+            self._killed[message.seq] = self._killed.get(message.seq, 0) + 1
+            self._take_down(next(m for m in self.members if m.process is current_process()))
+            await asyncio.Event().wait()
         try:
             if publish.takes_s:
                 await asyncio.sleep(publish.takes_s)
@@ -259,8 +274,27 @@ class World:
         """A slot that was never used."""
         return len(self._slots)
 
+    def kill_worker(self, member: Member) -> None:
+        """End a process at once."""
+        self.history.note("is killed", member.name)
+        member.process.crash()
+        self.history.died(member.name)
+
+    def _take_down(self, member: Member) -> None:
+        """A message has killed the process that handled it: its supervisor starts another."""
+        self.kill_worker(member)
+        if not member.leaving:
+            self._outside(self._start_again(member))
+
+    async def _start_again(self, member: Member) -> None:
+        await asyncio.sleep(_AGAIN_S)
+        if self._slots[member.slot] is member:
+            self.start_worker(member.slot)
+
     def start_worker(self, slot: int) -> Member:
         """Start a process in a slot that is empty."""
+        if found := self.member(slot):
+            return found
         process = Process(
             self.loop,
             f"proc-{len(self.members)}",
@@ -299,6 +333,7 @@ class Member:
 
     def __init__(self, world: World, process: Process, slot: int) -> None:
         self.process = process
+        self.slot = slot
         self.worker: Worker | None = None
         """None until it has started."""
         self.leaving = False

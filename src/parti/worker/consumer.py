@@ -32,7 +32,7 @@ from parti.core.consumer_config import ConsumerTuning, build_config, consumer_na
 from parti.core.filters import FilterDiff, FilterSet, build_filters, diff_filters
 from parti.core.progress import Progress, summarise
 from parti.core.retention import INTEREST, retention_named
-from parti.errors import ConfigError, LeaseLost, NotFound, PartiError, SubjectMismatch
+from parti.errors import ApiError, ConfigError, LeaseLost, NotFound, PartiError, SubjectMismatch
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
 from parti.jetstream.pull import PullEngine, PullTuning
@@ -51,6 +51,7 @@ _log = structlog.get_logger("parti.consumer")
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 2.0
 _SIGNAL = "consumer-update"
 _NOTHING = FilterSet({}, 0)
+_UNPULLED_WAITS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,7 @@ class WorkerConsumer:
         version = 0
         for attempt in range(1, self._settings.update_attempts + 1):
             # Re-read at each attempt: a newer set wins over one that is still being tried.
+            await self._keep_unsafe()
             version, owned, carried = self._wanted_version, self._wanted, self._to_carry()
             diff = diff_filters(self._carried.subjects, carried.subjects)
             if not self._differs():
@@ -471,7 +473,7 @@ class WorkerConsumer:
             raise LeaseLost(f"the worker id is not held at present; consumer {self._name!r} is left alone")
         lanes, api, stream = self._ports.lanes, self._ports.api, self._starts.stream.name
         subjects = carried.subjects or (self._placeholder(),)
-        info = await self._find()
+        info = await self._find_unpulled()
         if info is None:
             await self._check_stream()
         elif reason not in {"start", "update"} and info.subjects != tuple(sorted(subjects)):
@@ -506,20 +508,33 @@ class WorkerConsumer:
             return ""
         return await self._holds.take(sorted(added), seq)
 
-    def _keep_leftovers(self, info: ConsumerInfo) -> None:
+    def _keep_leftovers(self, subjects: Iterable[str]) -> None:
         """On an interest stream the server deletes what the last consumer drops, so drop nothing before it is safe.
 
-        An earlier process under this id may have carried partitions that nobody has got yet.
+        Others may have been given these partitions and not carry them yet.
         """
         if self._retention is not INTEREST or self._ports.safe_elsewhere is None:
             return
-        for subject in info.subjects:
+        for subject in subjects:
             try:
                 partition = self._template.parse(subject)
             except SubjectMismatch:
                 continue
-            if subject not in self._owned.partitions and subject != self._placeholder():
+            if subject != self._placeholder():
                 self._leftovers[subject] = partition
+
+    async def _keep_unsafe(self) -> None:
+        """Go on carrying what is no longer wanted here, until somebody else does."""
+        ask, going = self._ports.safe_elsewhere, self._carried.partitions.keys() - self._to_carry().partitions.keys()
+        if self._retention is not INTEREST or ask is None or not going:
+            return
+        partitions = {s: self._carried.partitions[s].id for s in going}
+        try:
+            safe = await ask(partitions.values())
+        except PartiError as error:
+            _log.warning("it is not known yet whether others carry what was let go", error=str(error))
+            safe = set()
+        self._keep_leftovers(s for s, partition in partitions.items() if partition not in safe)
 
     async def tidy_up(self) -> None:
         """Give up holds and partitions of an earlier process that are no longer needed here."""
@@ -566,6 +581,26 @@ class WorkerConsumer:
         except NotFound:
             return None
 
+    async def _find_unpulled(self) -> ConsumerInfo | None:
+        """The consumer, once no pull of an earlier session stands at the server.
+
+        Such a pull would run the cursor past the messages of an added subject between RESET and the new filter; where
+        finished messages are deleted, these would be too. Raises when somebody else keeps pulling.
+        """
+        info = await self._find()
+        for wait_s in _UNPULLED_WAITS_S:
+            if info is None or not info.waiting or self._retention.keeps:
+                return info
+            await asyncio.sleep(wait_s)
+            info = await self._find()
+        if info and info.waiting:
+            raise ApiError(
+                0,
+                f"{info.waiting} pulls of somebody else stand on consumer {self._name!r}; end the other process, or "
+                f"give it another worker_id",
+            )
+        return info
+
     async def _gain(self, partitions: list[Partition]) -> int:
         """Find messages of these partitions that the consumer has passed: it must go back for them.
 
@@ -586,7 +621,7 @@ class WorkerConsumer:
         self._existed = info is not None
         if info is not None:
             starts.raise_by(info)
-            self._keep_leftovers(info)
+            self._keep_leftovers(s for s in info.subjects if s not in self._owned.partitions)
         record = starts.record
         if starts.granted is not None or self._ports.stateful:
             await self._take_up_granted(filters)

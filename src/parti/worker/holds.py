@@ -70,9 +70,16 @@ class Holds:
         all_done = not info.ack_pending and not info.pending
         for name, until in list(self._until.items()):
             if until and (all_done or info.ack_floor >= until):
-                try:
-                    await self._api.delete_consumer(self._stream, name)
-                except NotFound:
-                    pass
+                await self._remove(name)
                 del self._until[name]
                 _log.debug("a hold is released", hold=name)
+
+    async def _remove(self, name: str) -> None:
+        """Set it to the end first: the server looks for what is left over when it moves, not when it goes."""
+        try:
+            last_seq = (await self._api.stream_info(self._stream)).last_seq
+            await self._api.consumer_info(self._stream, name)
+            await self._api.reset_consumer(self._stream, name, last_seq + 1)
+            await self._api.delete_consumer(self._stream, name)
+        except NotFound:
+            pass

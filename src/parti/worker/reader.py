@@ -11,6 +11,7 @@ from typing import Any, cast
 import structlog
 
 from parti.config import Settings
+from parti.core.lease import NEVER_S
 from parti.core.retry import RetryPolicy
 from parti.errors import PartiError
 from parti.jetstream.api import JetStreamApi, StreamInfo
@@ -236,8 +237,15 @@ class Reader:
             self._backlog.follow(stream)
 
     def permit(self, until_s: float) -> None:
-        """Allow handlers to be started until then (`time.perf_counter`)."""
+        """Allow handlers to be started until then (`time.perf_counter`); without permission nothing is pulled.
+
+        Somebody else may hold the worker id by now, and with it the consumer.
+        """
         self._lanes.permit(until_s)
+        if self._consumer and until_s == NEVER_S:
+            self._consumer.engine.suspend()
+        elif self._consumer:
+            self._consumer.engine.unsuspend("allowed to act again")
 
     async def continues(self, store: ProgressStore, incarnation: int, entitled: Callable[[], bool]) -> bool:
         """Go on under a new lease of the same id; False when somebody else has used the id in between."""
