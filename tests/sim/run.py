@@ -168,6 +168,7 @@ class Run:
             self.model.wait(max(0.0, time.monotonic() - self._began_s - self.model.now_s))
 
     def settle(self) -> None:
+        """Give the server's goroutines time: it answers a publisher before it tells the consumers, for example."""
         self.real.flush()
         time.sleep(_QUIET_S)
 
@@ -214,6 +215,7 @@ class Run:
     def publish(self, root: str, size: int, message_id: str) -> None:
         header = f"NATS/1.0\r\nNats-Msg-Id: {message_id}\r\n\r\n".encode() if message_id else None
         self.request(self.subject(root), b"p" * size, header)
+        self.settle()
 
     def compare_and_set(self, root: str, off: int, other: str) -> None:
         last = max(0, self.last_of(other or root) + off)
@@ -221,6 +223,7 @@ class Run:
         if other:
             lines += f"Nats-Expected-Last-Subject-Sequence-Subject: {self.subject(other)}\r\n"
         self.request(self.subject(root), b"cas", f"NATS/1.0\r\n{lines}\r\n".encode())
+        self.settle()
 
     def batch(self, roots: Sequence[str], offs: Sequence[int], cut: int) -> None:
         """An atomic batch of compare-and-set writes; `cut`: leave out that message (0: none)."""
@@ -239,6 +242,7 @@ class Run:
                 self.tell(self.subject(root), b"b%d" % number, "", header)
             else:
                 self.request(self.subject(root), b"b%d" % number, header)
+                self.settle()
 
     def consumer(self, name: str, which: int, action: str, max_pending: int, single: bool) -> None:
         subjects = [self.subject(root) for root in FILTERS[which]]

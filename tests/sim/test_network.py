@@ -14,12 +14,13 @@ from parti.errors import ConnectionFailed, NoResponders, RequestTimeout
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.sim.client import SimWire, networks
 from parti.sim.loop import VirtualLoop
+from parti.sim.member import make_settings
 from parti.sim.network import OUTSIDE, Conditions, Network
 from parti.sim.patches import clocks_of
 from parti.sim.process import Process
 from parti.sim.scenario import make_scenario
 from parti.sim.server import ModelServer
-from parti.sim.world import make_settings, simulation
+from parti.sim.substitution import simulation
 
 Work = Callable[["Bench"], Coroutine[Any, Any, None]]
 

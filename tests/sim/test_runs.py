@@ -14,18 +14,19 @@ from parti.core.invariants import Invariant
 from parti.sim.bugs import BUGS
 from parti.sim.runs import run_seeds, run_verbosely
 from parti.sim.scenario import RETENTIONS, FaultKind, make_scenario
-from parti.sim.world import World, simulation
+from parti.sim.substitution import simulation
+from parti.sim.world import World
 
 ENOUGH = 1000
 
 
 @pytest.mark.parametrize("retention", RETENTIONS)
 def test_promises_are_kept(retention: str) -> None:
-    tally = run_seeds(range(1, 16), retention=retention)
+    tally = run_seeds(range(1, 9), retention=retention)
     assert tally.failures == []
-    assert tally.seeds == 15
-    assert tally.calls >= tally.messages > 500
-    assert tally.holdings > 60
+    assert tally.seeds == 8
+    assert tally.calls >= tally.messages > 250
+    assert tally.holdings > 30
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -42,14 +43,16 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 
 def test_a_seed_is_always_the_same_run() -> None:
-    code = "from parti.sim.runs import run_verbosely\nfor seed in (3, 8, 9): print(run_verbosely(seed).digest)\n"
-    here = "".join(f"{run_verbosely(seed).digest}\n" for seed in (3, 8, 9))
-    for hash_seed in ("0", "12345"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        there = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=50
-        )
-        assert there.stdout == here
+    seeds = (3, 8, 9)
+    here = [run_verbosely(seed).digest for seed in seeds]
+    run_seeds([2])  # what was run before leaves no trace
+    assert [run_verbosely(seed).digest for seed in seeds] == here
+    code = f"from parti.sim.runs import run_verbosely\nfor seed in {seeds}: print(run_verbosely(seed).digest)"
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    there = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=50
+    )
+    assert there.stdout.split() == here
 
 
 def test_seeds_differ_and_together_try_everything() -> None:
@@ -61,7 +64,7 @@ def test_seeds_differ_and_together_try_everything() -> None:
 
 def test_a_timeline_tells_what_happened() -> None:
     with simulation():
-        outcome = World(make_scenario(5), keep_timeline=True).run()
+        outcome = World(make_scenario(5, retention="limits"), keep_timeline=True).run()
     told = [what for _, _, what in outcome.timeline]
     assert outcome.good
     assert [at_s for at_s, _, _ in outcome.timeline] == sorted(at_s for at_s, _, _ in outcome.timeline)

@@ -182,6 +182,8 @@ class Duty:
         self.ready.set()
         self._changed(True)
         await self._settle(begun.version)
+        if self.busy:
+            self._news.set()  # the other loop looks after it; it may have ended while positions were stored
         return True
 
     def _partitions_of(self, assignment: Assignment) -> tuple[Partition, ...]:

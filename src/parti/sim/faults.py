@@ -10,7 +10,8 @@ from parti.model.fleet import Orders
 from parti.sim.scenario import SAFETY_S, Fault, FaultKind
 
 if TYPE_CHECKING:
-    from parti.sim.world import Member, World
+    from parti.sim.member import Member
+    from parti.sim.world import World
 
 _REQUEST_S = 5.5
 """A request that got lost is waited for so long, and positions are not stored meanwhile."""
@@ -152,6 +153,7 @@ class Faults:
             return
         self._history.note(f"the server is killed, for {fault.lasts_s:.2f} s")
         self._network.crash_server(lose_unsynced_acks_s=fault.size)
+        self._world.listen()
         await asyncio.sleep(fault.lasts_s)
         self._network.start_server()
         self._history.note("the server runs again")

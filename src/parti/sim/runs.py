@@ -15,7 +15,8 @@ from parti.sim.bugs import plant
 from parti.sim.history import Outcome
 from parti.sim.loop import CURRENT
 from parti.sim.scenario import make_scenario
-from parti.sim.world import World, simulation
+from parti.sim.substitution import simulation
+from parti.sim.world import World
 
 _BATCH = 10
 

@@ -7,106 +7,36 @@ time everything that was published must be finished and every partition owned by
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import random
 import traceback
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Coroutine
 from typing import Any
-from zlib import crc32
 
-from parti.app import worker as worker_module
-from parti.app.worker import Job, Worker
-from parti.config import Settings
-from parti.coordination import candidacy as candidacy_module
+from parti.app.worker import Job
 from parti.coordination.orders import KEY as ORDERS_KEY
 from parti.coordination.sources import Static
-from parti.core.lane import Lane
-from parti.errors import PartiError
-from parti.jetstream import connection as connection_module
-from parti.jetstream import pull as pull_module
-from parti.model.fleet import ROLES, Orders, Role, encode
+from parti.model.fleet import ROLES, Orders, encode
 from parti.model.message import Message, parse_headers
 from parti.model.partition import Template
-from parti.sim.client import SimClient, SimWire, networks
+from parti.sim.client import networks
 from parti.sim.faults import Faults
 from parti.sim.history import History, Outcome
 from parti.sim.loop import StandstillError, VirtualLoop
+from parti.sim.member import AGAIN_S, BUCKET, DEAD_LETTERS, Member, make_settings
 from parti.sim.network import OUTSIDE, Conditions, Network
-from parti.sim.patches import Patches, clocks_of, simulated
+from parti.sim.patches import clocks_of
 from parti.sim.process import Process, current_process
 from parti.sim.scenario import LIVENESS_S, SAFETY_S, Scenario
 from parti.sim.server import Delivery, ModelServer
+from parti.sim.substitution import stand_for
 from parti.strategies import strategy_named
-from parti.worker import parking as parking_module
-from parti.worker import runners as runners_module
 
-_STREAM, _BUCKET, _DEAD = "WORK", "fleet", "dead"
+_STREAM = "WORK"
 _TEMPLATE = Template("work.{key}")
-_ATTEMPTS = 2
 _LOOK_S = 0.25
 _CALM_S = 0.7
 """How long the fleet is watched after it has settled."""
-_AGAIN_S = 0.5
-"""After so long a supervisor starts a worker again that could not start."""
-
-
-@contextmanager
-def simulation(logger: object | None = None) -> Iterator[Patches]:
-    """Everything that is needed to run worlds, as many as one likes, one after the other."""
-    with simulated(logger) as patches:
-        patches.set(connection_module, "MendedClient", SimClient)
-        patches.set(worker_module, "Wire", SimWire)
-        patches.set(worker_module, "MicroService", _NoService)
-        patches.set(candidacy_module, "ROLES", _roles)
-        patches.set(runners_module, "_Runner", _NumberedRunner)
-        patches.set(Lane, "__hash__", lambda lane: crc32(lane.ownership.partition.id.encode()))
-        patches.set(pull_module, "_ADAPT_INTERVAL_S", 0.25)
-        patches.set(parking_module, "_LOOK_INTERVAL_S", 0.5)
-        enabled = gc.isenabled()
-        # A collection at a moment that no seed decides would run the `finally` blocks of dead processes.
-        gc.disable()
-        try:
-            yield patches
-        finally:
-            if enabled:
-                gc.enable()
-
-
-_roles: list[Role] = []
-"""The roles that workers stand for in this run. The lesser ones decide nothing and cost a third of its time."""
-
-
-class _NumberedRunner(runners_module._Runner):
-    """A runner whose place in a set does not depend on its address; lanes get the same by their partition."""
-
-    __slots__ = ("_number",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        self._number = loop.callbacks
-
-    def __hash__(self) -> int:
-        return self._number
-
-
-class _NoService:
-    """In place of the micro service: nobody asks it, and each worker would make nine subscriptions."""
-
-    id = "none"
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    async def start(self) -> None:
-        """Answer nothing."""
-
-    async def stop(self) -> None:
-        """There is nothing to stop."""
 
 
 class World:
@@ -126,13 +56,12 @@ class World:
         self._slots: dict[int, Member] = {}
         self._answers: list[dict[str, Any]] = []
         self._killed: dict[int, int] = {}
-        self._client = self.server.connect(self._on_delivery)
-        self._client.connected = False
+        self.listen()
 
     def run(self) -> Outcome:
         """Live through the scenario and judge it."""
         random.seed(f"chance-{self.scenario.seed}")
-        _roles[:] = ROLES if self.scenario.all_roles else ("rebalancer",)
+        stand_for(ROLES if self.scenario.all_roles else ("rebalancer",))
         outcome = self.history.outcome
         with clocks_of(self.loop):
             try:
@@ -203,12 +132,14 @@ class World:
         }
         self._ask(f"$JS.API.STREAM.CREATE.{_STREAM}", json.dumps(config).encode())
 
+    def listen(self) -> None:
+        """Connect to the server, past the network; to be repeated when it was restarted."""
+        self._client = self.server.connect(self._on_delivery)
+        self._client.subscribe("_INBOX.world", b"1")
+        self._client.subscribe(f"{DEAD_LETTERS}.>", b"2")
+
     def _ask(self, subject: str, payload: bytes) -> dict[str, Any]:
-        """Ask the server, past the network."""
-        if not self._client.connected:
-            self._client = self.server.connect(self._on_delivery)
-            self._client.subscribe("_INBOX.world", b"1")
-            self._client.subscribe(f"{_DEAD}.>", b"2")
+        """Ask the server and return its answer."""
         self._client.publish(subject, payload, reply="_INBOX.world")
         self.network.touch()
         return self._answers.pop()
@@ -239,7 +170,7 @@ class World:
         """Write what an operator wants of the fleet."""
         while True:
             await self._server_ready()
-            if "seq" in self._ask(f"$KV.{_BUCKET}.{ORDERS_KEY}", encode(orders)):
+            if "seq" in self._ask(f"$KV.{BUCKET}.{ORDERS_KEY}", encode(orders)):
                 return
             await asyncio.sleep(_LOOK_S)  # There is no bucket yet.
 
@@ -287,7 +218,7 @@ class World:
             self._outside(self._start_again(member))
 
     async def _start_again(self, member: Member) -> None:
-        await asyncio.sleep(_AGAIN_S)
+        await asyncio.sleep(AGAIN_S)
         if self._slots[member.slot] is member:
             self.start_worker(member.slot)
 
@@ -326,95 +257,6 @@ class World:
         member.process.on_death.append(ended.set)
         member.process.spawn(member.leave()).add_done_callback(self._watch)
         await ended.wait()
-
-
-class Member:
-    """One process of the fleet and the worker in it."""
-
-    def __init__(self, world: World, process: Process, slot: int) -> None:
-        self.process = process
-        self.slot = slot
-        self.worker: Worker | None = None
-        """None until it has started."""
-        self.leaving = False
-        self._world = world
-        self._settings = world.settings
-        if world.scenario.timing.identities:
-            self._settings = world.settings.model_copy(update={"identity": f"slot-{slot}"})
-        self._started = asyncio.Event()
-
-    @property
-    def name(self) -> str:
-        """Name of the process."""
-        return self.process.name
-
-    @property
-    def owned(self) -> list[str]:
-        """The partitions that its worker owns; none when the process is gone."""
-        if self.process.gone or self.worker is None:
-            return []
-        return [partition.id for partition in self.worker.partitions]
-
-    async def live(self) -> None:
-        """Start the worker; what cannot start is started again by its supervisor."""
-        while self.worker is None:
-            worker = Worker(self._settings, self._world.job)
-            try:
-                await worker.start()
-                self.worker = worker
-            except PartiError as error:
-                self._world.history.note(f"cannot start: {error}", self.name)
-                await asyncio.sleep(_AGAIN_S)
-        self._started.set()
-
-    async def leave(self) -> None:
-        """Stop the worker in order and end the process."""
-        await self._started.wait()
-        assert self.worker
-        clean = await self.worker.stop()
-        self._world.history.note("has left" if clean else "has left, but could not store everything", self.name)
-        if not clean:
-            self._world.history.died(self.name)
-        self.process.crash()
-
-
-def make_settings(scenario: Scenario) -> Settings:
-    """The settings of every worker of a run: as in production, but with short times."""
-    timing = scenario.timing
-    return _base_settings().model_copy(
-        update={
-            "lease_ttl_s": timing.lease_ttl_s,
-            "leader_ttl_s": timing.leader_ttl_s,
-            "scale_window_s": timing.scale_window_s,
-            "cold_start_window_s": timing.cold_start_window_s,
-            "min_rebalance_interval_s": timing.min_rebalance_interval_s,
-            "progress_interval_s": timing.progress_interval_s,
-            "update_min_interval_s": timing.update_min_interval_s,
-            "ack_wait_s": timing.ack_wait_s,
-            "pull_batch": timing.pull_batch,
-            "max_ack_pending": timing.max_ack_pending,
-            "rejoin_s": timing.rejoin_s,
-        }
-    )
-
-
-@cache
-def _base_settings() -> Settings:
-    return Settings.model_construct(
-        bucket=_BUCKET,
-        prefix="sim",
-        attempts=_ATTEMPTS,
-        backoff_s=(0.1,),
-        dead_letter_stream="DEAD",
-        dead_letter_subject=_DEAD,
-        ping_interval_s=0.4,
-        reconnect_wait_s=0.1,
-        lost_after_s=2.0,
-        connect_timeout_s=5.0,
-        pull_heartbeat_s=0.5,
-        pull_expires_s=5.0,
-        drain_timeout_s=3.0,
-    )
 
 
 def _describe(context: dict[str, Any]) -> str:

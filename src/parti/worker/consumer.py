@@ -117,8 +117,10 @@ class WorkerConsumer:
         """What the server has been told, incoming partitions included."""
         self._bounds: dict[str, int] = {}
         """The stream's last sequence after a partition was added: what is newer is delivered."""
+        self._taken: frozenset[str] = frozenset()
+        """Subjects that are carried, and whose messages have been taken in from their position on."""
         self._leftovers: dict[str, Partition] = {}
-        """Carried for an earlier process' sake, by subject."""
+        """Carried only because nobody else does yet, by subject; their messages are not taken in."""
         self._wanted = _NOTHING
         self._wanted_incoming = _NOTHING
         """Belongs to `_wanted`: one assignment says both."""
@@ -169,6 +171,7 @@ class WorkerConsumer:
         await self._take_up(FilterSet(self._handled, 0))
         self._want(owned)
         carried = self._carried = self._to_carry()
+        self._taken = frozenset(carried.partitions.keys() - self._leftovers.keys())
         incoming = self._expect(carried)
         if not self._feeds:
             await self._gain(incoming)
@@ -214,7 +217,7 @@ class WorkerConsumer:
         self._want(wanted)
         if not self.overlaps or self._lock.locked():
             return False
-        ready = self._carried.partitions.keys() - self._leftovers.keys()
+        ready = self._carried.partitions.keys() if self._feeds else self._taken
         self._own(FilterSet({s: p for s, p in wanted.partitions.items() if s in ready}, 0))
         return True
 
@@ -243,6 +246,8 @@ class WorkerConsumer:
         granted, self._wanted, self._wanted_incoming = self._starts.granted, owned, _NOTHING
         if granted and self.overlaps:
             self._wanted_incoming = FilterSet({p.subject: p for p in self._template.partitions(granted.incoming)}, 0)
+        wanted = owned.partitions.keys() | self._wanted_incoming.partitions.keys()
+        self._leftovers = {s: p for s, p in self._leftovers.items() if s not in wanted}
 
     def _differs(self) -> bool:
         same = diff_filters(self._carried.subjects, self._to_carry().subjects).empty
@@ -356,17 +361,16 @@ class WorkerConsumer:
         try:
             self._own(owned)
             self._expect(carried)
-            # What was carried for an earlier process' sake was not taken in.
-            mine = (self._leftovers.keys() & owned.partitions.keys()) | set(diff.added)
-            pull = await self._settle_on(carried, [carried.partitions[s] for s in sorted(mine)], reason="update")
+            taken = frozenset(carried.partitions.keys() - self._leftovers.keys())
+            gained = [carried.partitions[s] for s in sorted(taken - self._taken)]
+            pull = await self._settle_on(carried, gained, reason="update")
         except BaseException:
             self._own(previous)
             self._expect(self._carried)
             self._take_back([previous.partitions[s] for s in diff.removed if s in previous.partitions])
             self.engine.resume(prepared=False, reason="update failed")
             raise
-        self._carried = carried
-        self._leftovers = {s: p for s, p in self._leftovers.items() if s not in mine}
+        self._carried, self._taken = carried, taken
         self.engine.resume(prepared=True, pull=pull)
 
     def _take_back(self, partitions: Iterable[Partition]) -> None:
@@ -543,7 +547,7 @@ class WorkerConsumer:
         ask = self._ports.safe_elsewhere
         if self._leftovers and ask:
             safe = await ask([partition.id for partition in self._leftovers.values()])
-            left = {s: p for s, p in self._leftovers.items() if p.id not in safe and s not in self._owned.partitions}
+            left = {s: p for s, p in self._leftovers.items() if p.id not in safe}
             if left != self._leftovers:
                 self._leftovers = left
                 assert self._settings.worker_id
