@@ -26,7 +26,7 @@ import parti
 from parti.app.worker import Worker
 from parti.errors import ConfigError, NotFound
 from parti.jetstream.kv import Bucket
-from parti.model.fleet import decode
+from parti.model.fleet import HealthRecord, decode, key_of
 from parti.model.state import StatePointer, state_key
 
 SETTINGS = {**FLEET, "checkpoint_interval_s": 0.3}
@@ -71,11 +71,13 @@ class Counter:
         self.snapshots_fail = False
         self.restores_to_fail: dict[str, int] = {}
         self.gates: dict[str, threading.Event] = {}
+        self.at_gates: set[str] = set()
         self._book = book
 
     def __call__(self, message: parti.Message) -> None:
         partition = message.partition.id
         if partition in self.gates:
+            self.at_gates.add(partition)
             assert self.gates[partition].wait(30)
         self._count(message)
 
@@ -236,9 +238,16 @@ async def test_a_handler_that_runs_is_in_the_state_that_moves(kit: Kit, fleet: S
     await fleet.place(a)
     gate = fleet.counters[a].gates["p0"] = threading.Event()
     sent = await kit.publish(["p0"])
+    await eventually(lambda: fleet.counters[a].at_gates == {"p0"})
     moving = asyncio.create_task(fleet.place(b))
     sent = merge(sent, await kit.publish(PARTITIONS, 3))
     await eventually(lambda: fleet.book.has({p: sent[p] for p in PARTITIONS if p != "p0"}), 20.0)
+
+    async def told_to_let_go() -> bool:
+        entry = await Bucket(kit.api, f"b{kit.root}").get(key_of("health", a.worker_id))
+        return entry is not None and decode(entry.value, HealthRecord).busy == ("p0",)
+
+    await eventually(told_to_let_go)
     assert not fleet.book.of("p0")
     gate.set()
     await moving
@@ -522,7 +531,19 @@ async def test_a_worker_alone_that_wants_only_new_messages_gets_no_old_ones(kit:
     await eventually(lambda: len(fleet.book.restored) == len(PARTITIONS))
     sent = await kit.publish(PARTITIONS, 3)
     await fleet.handled(sent)
-    assert {seq for _, _, seq, _ in fleet.book.calls} == {seq for seqs in sent.values() for seq in seqs}
+    fleet.book.is_clean(sent)
+
+
+async def test_a_worker_alone_that_wants_only_new_messages_gets_no_old_ones_of_what_is_added(
+    kit: Kit, fleet: Stateful
+) -> None:
+    await kit.publish(["p0", "p1"], 5)
+    worker = await fleet.join(partitions=["p0"], fleet=False, worker_id="one", start="new")
+    await worker.update_worker_consumer("one", ["p0", "p1"])
+    await eventually(lambda: len(fleet.book.restored) == 2)
+    sent = await kit.publish(["p0", "p1"], 3)
+    await fleet.handled(sent)
+    fleet.book.is_clean(sent)
 
 
 async def test_fleets_with_buckets_of_their_own_have_states_of_their_own(kit: Kit, fleet: Stateful) -> None:

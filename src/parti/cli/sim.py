@@ -20,7 +20,7 @@ from parti.sim.scenario import RETENTIONS
 _SHOWN = 3
 """Complaints printed for each failing seed."""
 _LISTED = 20
-"""Failing seeds printed in full."""
+"""Failing seeds printed in full, as they are found."""
 
 
 def sim(
@@ -58,7 +58,7 @@ def sim(
     wanted = [seed] if seed is not None else range(first, first + seeds)
     began_s = time.perf_counter()
     tally = _run(console, wanted, processes or os.cpu_count() or 1, bug, retention)
-    _print_tally(console, tally, time.perf_counter() - began_s, _options(bug, retention))
+    _print_tally(console, tally, time.perf_counter() - began_s)
     raise typer.Exit(1 if tally.failures else 0)
 
 
@@ -74,11 +74,13 @@ def _run(console: Console, seeds: list[int] | range, processes: int, bug: str | 
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("simulating", total=len(seeds), rate="")
         for part in run_in_processes(seeds, min(processes, len(seeds)), bug=bug, retention=retention):
+            # At once: a long run may be broken off, and what it has found must not be lost.
+            for failure in part.failures[: max(0, _LISTED - len(tally.failures))]:
+                _print_failure(console, failure, _options(bug, retention))
             tally.add(part)
             rate = tally.seeds / (time.perf_counter() - began_s)
             found = f", {count(len(tally.failures), 'failing seed')}" if tally.failures else ""
             progress.update(task, completed=tally.seeds, rate=f"{rate:.1f} seeds/s{found}")
-    tally.failures.sort(key=lambda failure: failure.seed)
     return tally
 
 
@@ -87,9 +89,7 @@ def _options(bug: str | None, retention: str | None) -> str:
     return "".join(f" {option} {value}" for option, value in given.items() if value)
 
 
-def _print_tally(console: Console, tally: Tally, elapsed_s: float, options: str) -> None:
-    for failure in tally.failures[:_LISTED]:
-        _print_failure(console, failure, options)
+def _print_tally(console: Console, tally: Tally, elapsed_s: float) -> None:
     if len(tally.failures) > _LISTED:
         console.print(f"Further failing seeds: {', '.join(str(f.seed) for f in tally.failures[_LISTED:])}")
     rate, cpu_ms = tally.seeds / elapsed_s, 1000 * tally.cpu_s / tally.seeds

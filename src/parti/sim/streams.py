@@ -229,7 +229,7 @@ class Stream:
             self._take_out_many([q for q in self.messages if not bound or q < bound])
             if not bound:
                 self.first = self.last + 1
-            elif bound > self.last + 1:
+            elif bound > self.last:
                 self.first, self.last = bound, bound - 1
 
     # ── the end, and restarts ─────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from parti.worker.lanes import Lanes, log_fields
 
 _log = structlog.get_logger("parti.caution")
 _RETRY_S = 0.5
-_LOOK_S = 0.01
+_LOOK_S = 0.002
 """How soon to look again whether a message can be tried alone now, or has been."""
 
 
