@@ -9,7 +9,7 @@ EXTRAS := embedded spark console otel
 JOBS   ?= 2
 
 .PHONY: help demo test lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-scale \
-	bench-coordination soak requirements clean
+	bench-coordination bench-backfill bench-state soak sim chaos requirements clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -59,8 +59,29 @@ bench-scale: $(VENV)/.stamp-dev ## 25, then 100, then 25 workers under traffic
 bench-coordination: $(VENV)/.stamp-dev ## elections, leases, membership, claims: how long each takes
 	@$(BIN)/python -m benchmarks.coordination $(BENCH_ARGS)
 
+bench-backfill: $(VENV)/.stamp-dev ## three ways to read what a partition has gathered, and the leader one by one
+	@$(BIN)/python -m benchmarks.backfill $(BENCH_ARGS)
+
+bench-state: $(VENV)/.stamp-dev ## how fast the state of a partition travels from one owner to the next
+	@$(BIN)/python -m benchmarks.state_transfer $(BENCH_ARGS)
+
 soak: $(VENV)/.stamp-dev ## five minutes at full rate: does memory stay flat?
 	@$(BIN)/python -m benchmarks.soak_worker $(BENCH_ARGS)
+
+sim: $(VENV)/.stamp-dev ## 2,000 seeds of the simulation (SEEDS=N: so many)
+	@$(BIN)/parti sim --seeds $(or $(SEEDS),2000)
+
+CHAOS_ARGS ?= --seed 1
+CHAOS = $(BIN)/python -m chaos
+chaos: $(VENV)/.stamp-dev ## kill, stop, restart, cut off and move real workers; nothing may be lost
+	@for r in limits interest workqueue; do \
+		$(CHAOS).moves --moves 60 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; \
+		$(CHAOS).kills --kills 5 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; \
+		$(CHAOS).stops --stops 3 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; \
+		$(CHAOS).storm --seconds 60 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; done
+	@$(CHAOS).rolling --workers 5 --results build/chaos $(CHAOS_ARGS)
+	@for r in limits workqueue; do \
+		$(CHAOS).cluster --moves 4 --batch 2 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; done
 
 requirements: $(VENV)/.stamp-build ## pin the requirements again (UPGRADE=1: to the newest versions)
 	@$(COMPILE) --all-extras pyproject.toml -o requirements/dev.txt
@@ -74,7 +95,7 @@ requirements: $(VENV)/.stamp-build ## pin the requirements again (UPGRADE=1: to 
 
 clean: ## remove .venv and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	find src tests benchmarks chaos examples -name __pycache__ -prune -exec rm -rf {} +
 
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	--custom-compile-command "make requirements" $(if $(UPGRADE),--upgrade)

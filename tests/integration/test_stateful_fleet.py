@@ -128,6 +128,13 @@ class AsyncCounter(Counter):
         self._take(partition, await state.read() if state else None)
 
 
+class NeverReady(Counter):
+    """Can restore nothing."""
+
+    def _fail(self, partition: parti.Partition) -> None:
+        raise OSError("the disk is away")
+
+
 class Stateful:
     """Workers of this process with a counter each."""
 
@@ -176,7 +183,7 @@ class Stateful:
         await eventually(all_saved)
 
     async def handled(self, sent: Sent) -> None:
-        await eventually(lambda: self.book.has(sent), 20.0)
+        await eventually(lambda: self.book.has(sent))
 
     async def close(self) -> None:
         for counter in self.counters.values():
@@ -196,6 +203,12 @@ async def fleet(kit: Kit) -> AsyncIterator[Stateful]:
         await fleet.close()
 
 
+TOO_EARLY = pytest.mark.xfail(
+    reason="a state may be restored before `_take_up` knows the end of the stream", strict=True
+)
+NOT_ANEW = pytest.mark.xfail(reason="states are not given up when the stream is made anew meanwhile", strict=True)
+ACKS_COUNT = pytest.mark.xfail(reason="a fresh record takes the ack floor for a position", strict=True)
+NOT_NEW = pytest.mark.xfail(reason="`start=new` is not applied where nothing is probed", strict=True)
 BOTH = pytest.mark.parametrize("kind", [Counter, AsyncCounter])
 
 
@@ -486,6 +499,7 @@ async def test_the_state_of_a_stream_that_was_made_anew_is_not_used(kit: Kit, fl
     await fleet.saved(anew)
 
 
+@NOT_ANEW
 async def test_when_the_stream_is_made_anew_under_a_running_worker_states_begin_anew(
     kit: Kit, fleet: Stateful
 ) -> None:
@@ -504,6 +518,7 @@ async def test_when_the_stream_is_made_anew_under_a_running_worker_states_begin_
 # ── beginning ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@TOO_EARLY
 async def test_a_state_that_is_restored_before_the_stream_was_looked_at_loses_nothing(
     kit: Kit, fleet: Stateful, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,6 +540,65 @@ async def test_a_state_that_is_restored_before_the_stream_was_looked_at_loses_no
     fleet.book.is_clean(sent)
 
 
+@ACKS_COUNT
+@pytest.mark.parametrize("alone", [False, True])
+async def test_what_was_acknowledged_before_any_state_was_restored_is_not_taken_for_handled(
+    kit: Kit, fleet: Stateful, alone: bool
+) -> None:
+    """Messages of partitions that have not begun are let go: they are read from the stream later."""
+    sent = await kit.publish(PARTITIONS, 5)
+    worker = await fleet.join(NeverReady, fleet=not alone, worker_id="one")
+    await worker.wait_assigned()
+    sent = merge(sent, await kit.publish(PARTITIONS, 5))
+    await eventually(kit.all_acked)
+    assert not fleet.book.calls
+    await fleet.leave(worker)
+    await fleet.join(fleet=not alone, worker_id="one")
+    await fleet.handled(sent)
+    fleet.book.is_clean(sent)
+
+
+@ACKS_COUNT
+async def test_what_an_heir_let_go_is_not_taken_for_handled(kit: Kit) -> None:
+    """The same without states: owner and heir die in the midst of a move, and the heir comes back first."""
+    handled: list[int] = []
+    gate = asyncio.Event()
+
+    async def handle(message: parti.Message) -> None:
+        await gate.wait()
+        handled.append(message.seq)
+
+    def worker(worker_id: str) -> Worker:
+        return kit.app(handle, PARTITIONS, **{**FLEET, "worker_id": worker_id}).worker()
+
+    owner, heir = worker("a"), worker("b")
+    await owner.start()
+    sent = await kit.publish(PARTITIONS, 5)
+    await owner.wait_assigned()
+    await heir.start()
+
+    async def waits_for_the_owner() -> bool:
+        claims = await claims_of(kit)
+        return any(claim.state == "moving" for claim in claims.values())
+
+    async def let_go() -> bool:
+        info = await kit.api.consumer_info(kit.stream, f"w{kit.root}-b")
+        return not info.ack_pending and not info.pending and info.ack_floor > 0
+
+    await eventually(waits_for_the_owner)
+    sent = merge(sent, await kit.publish(PARTITIONS, 5))
+    await eventually(let_go)
+    await asyncio.gather(heir.stop(drain=False), owner.stop(drain=False))
+    gate.set()
+    heir = worker("b")
+    await heir.start()
+    try:
+        await eventually(lambda: set(handled) >= {seq for seqs in sent.values() for seq in seqs})
+    finally:
+        await heir.stop()
+
+
+@NOT_NEW
 async def test_a_worker_alone_that_wants_only_new_messages_gets_no_old_ones(kit: Kit, fleet: Stateful) -> None:
     await kit.publish(PARTITIONS, 5)
     await fleet.join(fleet=False, worker_id="one", start="new")
@@ -534,6 +608,7 @@ async def test_a_worker_alone_that_wants_only_new_messages_gets_no_old_ones(kit:
     fleet.book.is_clean(sent)
 
 
+@NOT_NEW
 async def test_a_worker_alone_that_wants_only_new_messages_gets_no_old_ones_of_what_is_added(
     kit: Kit, fleet: Stateful
 ) -> None:

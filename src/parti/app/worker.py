@@ -330,6 +330,11 @@ async def _check_alone(ports: ReaderPorts, bucket: Bucket) -> None:
 
 def _check_retention(job: Job, settings: Settings, stream: StreamInfo) -> None:
     """Refuse streams that cannot be served without losing messages."""
+    if settings.fleet and stream.retention == INTEREST.name and not settings.ordered:
+        raise ConfigError(
+            f"stream {stream.name!r} has interest retention, where a partition can only move if its messages are "
+            f"handled in order; set ordered=true, or start a single worker with --solo (fleet=false)"
+        )
     if settings.fleet and stream.retention == INTEREST.name and isinstance(job.source, Discovered):
         raise ConfigError(
             f"stream {stream.name!r} has interest retention: the server drops messages on subjects that nobody reads "

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 from typer.main import get_command
 
-from parti.cli import dev, drain, move, pause, plan, status, worker, workers
 from parti.errors import PartiError
 from parti.version import __version__
 
-app = typer.Typer(
-    name="parti",
-    help="Partition ownership on NATS JetStream.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-app.command("worker")(worker.worker)
-app.command("status")(status.status)
-app.command("workers")(workers.workers)
-app.command("plan")(plan.plan)
-app.command("move")(move.move)
-app.command("drain")(drain.drain)
-app.command("pause")(pause.pause)
-app.command("resume")(pause.resume)
-app.add_typer(dev.app, name="dev")
+_COMMANDS = ("worker", "status", "workers", "plan", "move", "drain", "pause", "resume", "sim", "dev")
+_MODULES = {"resume": "pause"}
+"""Where a command lives, if not in the module of its name."""
+
+
+def build_app(wanted: Sequence[str] = _COMMANDS) -> typer.Typer:
+    """The command line with these commands; each is imported only when it is needed, because that takes a while."""
+    app = typer.Typer(
+        name="parti",
+        help="Partition ownership on NATS JetStream.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_parti)
+    for name in wanted:
+        module = import_module(f"parti.cli.{_MODULES.get(name, name)}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(getattr(module, name))
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -36,7 +42,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _parti(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
@@ -48,6 +53,8 @@ def _parti(
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; every error becomes one line on stderr."""
+    asked = next(iter(arguments), "")
+    app = build_app([asked] if asked in _COMMANDS else _COMMANDS)
     try:
         code = get_command(app).main(args=list(arguments), prog_name="parti", standalone_mode=False)
     except PartiError as error:
