@@ -129,7 +129,7 @@ async def test_what_has_killed_often_enough_is_dead_lettered_and_the_partition_g
     await crash.acked(1, 2, 3)
     assert crash.bench.started() == [1, 3]
     ((seq, reason, _),) = crash.bench.letters.sent
-    assert (seq, reason) == (2, "2 processes died while they handled it")
+    assert (seq, reason) == (2, "2 processes died while handling it")
     assert crash.bench.positions() == {"a": 4}
 
 

@@ -439,6 +439,7 @@ class Rebalancer:
     async def _tell(self, claims: Mapping[str, Claim], assignments: Sequence[tuple[str, Assignment]]) -> None:
         revisions = await self._claims.write(claims, self._assignments.writes(assignments))
         self._assignments.written(assignments, revisions)
+        self._said = self._office.record  # it went with them
 
     def _next_version(self, worker: str) -> int:
         return self._assignments.next_version(worker, self._health.get(worker))

@@ -48,10 +48,10 @@ class Lane:
     """The queue and the position of one partition."""
 
     __slots__ = (
-        "__weakref__",
         "behind",
         "behind_until",
         "careful_to",
+        "fed",
         "feed_from",
         "incoming",
         "ownership",
@@ -79,6 +79,8 @@ class Lane:
         self.parked = False
         self.parked_to = 0
         self.feed_from = 0
+        self.fed = False
+        """It has been read from the stream before."""
         self.incoming = False
         """Somebody else still handles the partition."""
         self.careful_to = 0

@@ -14,6 +14,9 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
+_MOST_CALLBACKS = 300_000
+"""A run needs some thousand; one that needs so many goes round in circles."""
+
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 
@@ -40,7 +43,7 @@ CURRENT: ContextVar[Suspendable | None] = ContextVar("parti_sim_process", defaul
 
 
 class StandstillError(Exception):
-    """Nothing is left that could ever happen, but somebody still waits."""
+    """Time does not go on: nothing is left that could ever happen, or something happens without end."""
 
 
 class _Task(asyncio.Task[_T]):
@@ -188,6 +191,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not timer._cancelled:
                 ready.append(timer)
         self.callbacks += len(ready)
+        if self.callbacks > _MOST_CALLBACKS:
+            raise StandstillError(f"{_MOST_CALLBACKS:,} callbacks, the last by {ready[0]!r}")
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:

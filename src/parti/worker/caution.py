@@ -116,7 +116,7 @@ class Caution:
         deaths = self._deaths(lane, seq)
         if deaths >= self._limit:
             self._not_tried(partition_id, seq)
-            self._lanes.bury_head(lane, f"{deaths} processes died while they handled it")
+            self._lanes.bury_head(lane, f"{deaths} process{'es' * (deaths != 1)} died while handling it")
             return
         if deaths:
             _log.warning(

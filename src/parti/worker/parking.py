@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from weakref import WeakSet
 
 import structlog
 
@@ -58,7 +57,6 @@ class Parking:
         self._store = store
         self._metrics = metrics
         self._limit = limit
-        self._fed_once: WeakSet[Lane] = WeakSet()
         self._turns = asyncio.Semaphore(_READS_AT_ONCE)
         self._feeding: dict[Lane, asyncio.Task[None]] = {}
         lanes.on_starved = self._feed_soon
@@ -127,8 +125,7 @@ class Parking:
     async def _read(self, lane: Lane) -> tuple[list[Message], bool]:
         """The next page from where the lane left off, and whether nothing that it let go lies beyond it."""
         ownership, bound = lane.ownership, lane.parked_to
-        first = lane not in self._fed_once
-        self._fed_once.add(lane)
+        first, lane.fed = not lane.fed, True
         sharing = max(1, sum(other.parked for other in self._lanes.all()))
         async with self._turns:
             try:

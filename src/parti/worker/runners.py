@@ -274,7 +274,7 @@ class ThreadRunners:
             if lane.phase is not Phase.READY:
                 return
             lane.phase = Phase.RUNNING
-            batch = list(islice(lane.waiting, 1 if lane.careful_to else _BATCH))
+            batch = _first(lane.waiting, 1 if lane.careful_to else _BATCH)
             lane.taken_to = batch[-1].seq
             lane.started_s = time.perf_counter()
             self._running += 1
@@ -366,3 +366,13 @@ class ThreadRunners:
             self._watchdog.cancel()
         for _ in self._threads:
             self._wake.release()
+
+
+def _first(waiting: deque[Message], most: int) -> list[Message]:
+    """The first messages of a lane, copied in a thread while the event loop may append more."""
+    while True:
+        try:
+            return list(islice(waiting, most))
+        except RuntimeError:
+            # Copying is one step for the interpreter, unless it collects garbage in between and lets the loop run.
+            continue
