@@ -65,8 +65,13 @@ async def run(options: argparse.Namespace) -> Outcome:
 
 async def _kill_one(site: Site, chance: random.Random) -> list[float]:
     """Kill, restart, and wait for the others; returns how long each partition rested."""
-    await site.until(lambda: all(held_by(site.notes, w.name) for w in site.workers.running.values()), 10.0)
-    victim = site.workers.running[chance.choice(sorted(site.workers.running))]
+
+    def at_work() -> list[int]:
+        return [slot for slot, w in sorted(site.workers.running.items()) if held_by(site.notes, w.name)]
+
+    # Those killed before may still be on their way back; somebody must be there to take over.
+    await site.until(lambda: len(at_work()) > 1, 30.0)
+    victim = site.workers.running[chance.choice(at_work())]
     await site.rest(chance.uniform(0.0, 0.5))
     rows = site.notes.rows()
     fault = await site.faults.kill(victim)

@@ -106,3 +106,14 @@ async def test_two_deployments_in_one_bucket_do_not_take_each_others_partitions(
             await eventually(lambda: fleet.journal.has(sent) and journal.has({"q": theirs}), 5.0)
     finally:
         await kit.delete_stream(other_stream)
+
+
+async def test_streams_that_a_fleet_could_only_serve_with_losses_are_refused(kit: Kit) -> None:
+    await kit.delete_stream()
+    await kit.create_stream(retention="interest")
+    found = kit.app(lambda message: None, parti.Discovered(), **FLEET).worker()
+    with pytest.raises(ConfigError, match="interest retention.*cannot be discovered; list them"):
+        await found.start()
+    unordered = kit.app(lambda message: None, ["p0"], **{**FLEET, "ordered": False}).worker()
+    with pytest.raises(ConfigError, match="interest retention.*set ordered=true"):
+        await unordered.start()

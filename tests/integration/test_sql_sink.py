@@ -23,6 +23,7 @@ from parti.embedded import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CUSTOMERS = ("ada", "bob", "cy")
+ORDERS = 40
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ async def test_the_example_stores_every_order_once_over_a_crash(
     stream = client.jetstream()
     await stream.add_stream(name="ORDERS", subjects=["orders.*.*"])
     sent = []
-    for number in range(1, 101):
+    for number in range(1, ORDERS + 1):
         for customer in CUSTOMERS:
             order = {"number": number, "amount": 10 * number}
             await stream.publish(f"orders.eu.{customer}", json.dumps(order).encode())
@@ -151,7 +152,7 @@ async def test_the_example_stores_every_order_once_over_a_crash(
 
     killed = start()
     try:
-        await eventually(lambda: count() > 20, 30.0)
+        await eventually(lambda: count() > 10, 30.0)
     finally:
         killed.kill()
         killed.wait()
@@ -165,4 +166,4 @@ async def test_the_example_stores_every_order_once_over_a_crash(
     print(f"{left} of {len(sent)} were stored when it was killed")
     assert sorted(stored(path)) == sorted(sent)
     for customer in CUSTOMERS:
-        assert [n for c, n in stored(path) if c == customer] == list(range(1, 101))
+        assert [n for c, n in stored(path) if c == customer] == list(range(1, ORDERS + 1))

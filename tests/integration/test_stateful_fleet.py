@@ -528,10 +528,15 @@ async def test_a_state_that_is_restored_before_the_stream_was_looked_at_loses_no
     sent = await kit.publish(PARTITIONS, 5)
     last_seq: Callable[[Starts], Any] = Starts.last_seq
 
+    async def all_begun() -> bool:
+        found = [await fleet.pointer(p) for p in PARTITIONS]
+        return all(pointer and pointer.holds_state for pointer in found)
+
     async def late(starts: Starts) -> int:
         seq: int = await last_seq(starts)
         with contextlib.suppress(AssertionError):  # it must not matter whether anything is restored meanwhile
-            await eventually(lambda: len(fleet.book.restored) == len(PARTITIONS), 0.5)
+            await eventually(all_begun, 3.0)
+            await asyncio.sleep(0.2)
         return seq
 
     monkeypatch.setattr(Starts, "last_seq", late)

@@ -192,7 +192,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 ready.append(timer)
         self.callbacks += len(ready)
         if self.callbacks > _MOST_CALLBACKS:
-            raise StandstillError(f"{_MOST_CALLBACKS:,} callbacks, the last by {ready[0]!r}")
+            last = getattr(ready[0]._callback, "__self__", ready[0]._callback)
+            raise StandstillError(f"{_MOST_CALLBACKS:,} callbacks, the last one of {last!r}")
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:

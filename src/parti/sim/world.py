@@ -67,7 +67,7 @@ class World:
             try:
                 self.loop.run_until_complete(self.loop.create_task(self._live(), context=OUTSIDE))
             except StandstillError as error:
-                outcome.trouble.append(f"the run stood still: {error}")
+                outcome.trouble.append(f"the run does not get on: {error}")
             finally:
                 self.history.judge()
                 outcome.trouble += [f"nobody caught: {_describe(error)}" for error in self.loop.errors]
