@@ -112,8 +112,8 @@ async def test_streams_that_a_fleet_could_only_serve_with_losses_are_refused(kit
     await kit.delete_stream()
     await kit.create_stream(retention="interest")
     found = kit.app(lambda message: None, parti.Discovered(), **FLEET).worker()
-    with pytest.raises(ConfigError, match="interest retention.*cannot be discovered; list them"):
+    with pytest.raises(ConfigError, match=r"interest retention.*cannot be discovered; list them"):
         await found.start()
     unordered = kit.app(lambda message: None, ["p0"], **{**FLEET, "ordered": False}).worker()
-    with pytest.raises(ConfigError, match="interest retention.*set ordered=true"):
+    with pytest.raises(ConfigError, match=r"interest retention.*set ordered=true"):
         await unordered.start()

@@ -203,12 +203,6 @@ async def fleet(kit: Kit) -> AsyncIterator[Stateful]:
         await fleet.close()
 
 
-TOO_EARLY = pytest.mark.xfail(
-    reason="a state may be restored before `_take_up` knows the end of the stream", strict=True
-)
-NOT_ANEW = pytest.mark.xfail(reason="states are not given up when the stream is made anew meanwhile", strict=True)
-ACKS_COUNT = pytest.mark.xfail(reason="a fresh record takes the ack floor for a position", strict=True)
-NOT_NEW = pytest.mark.xfail(reason="`start=new` is not applied where nothing is probed", strict=True)
 BOTH = pytest.mark.parametrize("kind", [Counter, AsyncCounter])
 
 
@@ -499,7 +493,6 @@ async def test_the_state_of_a_stream_that_was_made_anew_is_not_used(kit: Kit, fl
     await fleet.saved(anew)
 
 
-@NOT_ANEW
 async def test_when_the_stream_is_made_anew_under_a_running_worker_states_begin_anew(
     kit: Kit, fleet: Stateful
 ) -> None:
@@ -518,7 +511,6 @@ async def test_when_the_stream_is_made_anew_under_a_running_worker_states_begin_
 # ── beginning ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@TOO_EARLY
 async def test_a_state_that_is_restored_before_the_stream_was_looked_at_loses_nothing(
     kit: Kit, fleet: Stateful, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,7 +537,6 @@ async def test_a_state_that_is_restored_before_the_stream_was_looked_at_loses_no
     fleet.book.is_clean(sent)
 
 
-@ACKS_COUNT
 @pytest.mark.parametrize("alone", [False, True])
 async def test_what_was_acknowledged_before_any_state_was_restored_is_not_taken_for_handled(
     kit: Kit, fleet: Stateful, alone: bool
@@ -563,7 +554,6 @@ async def test_what_was_acknowledged_before_any_state_was_restored_is_not_taken_
     fleet.book.is_clean(sent)
 
 
-@ACKS_COUNT
 async def test_what_an_heir_let_go_is_not_taken_for_handled(kit: Kit) -> None:
     """The same without states: owner and heir die in the midst of a move, and the heir comes back first."""
     handled: list[int] = []
@@ -603,7 +593,6 @@ async def test_what_an_heir_let_go_is_not_taken_for_handled(kit: Kit) -> None:
         await heir.stop()
 
 
-@NOT_NEW
 async def test_a_worker_alone_that_wants_only_new_messages_gets_no_old_ones(kit: Kit, fleet: Stateful) -> None:
     await kit.publish(PARTITIONS, 5)
     await fleet.join(fleet=False, worker_id="one", start="new")
@@ -613,7 +602,6 @@ async def test_a_worker_alone_that_wants_only_new_messages_gets_no_old_ones(kit:
     fleet.book.is_clean(sent)
 
 
-@NOT_NEW
 async def test_a_worker_alone_that_wants_only_new_messages_gets_no_old_ones_of_what_is_added(
     kit: Kit, fleet: Stateful
 ) -> None:

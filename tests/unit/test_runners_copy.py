@@ -37,7 +37,7 @@ def test_a_copy_is_whole_although_the_loop_appends_in_the_middle_of_it() -> None
             ring: list[object] = [_Restless()]
             ring.append(ring)
             del ring
-            assert _first(waiting, 16) == list(range(16))
+            assert cast("list[int]", _first(waiting, 16)) == list(range(16))
     finally:
         done.set()
         thread.join()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from parti.errors import ConfigError
+from parti.errors import ConfigError, StateFailed
 from parti.model.partition import Partition
 from parti.model.state import StatePointer
 from parti.worker.state import is_stateful
@@ -21,7 +21,6 @@ from parti.worker.state_exchange import (
     AsyncSavedState,
     Incoming,
     SavedState,
-    StateFailed,
     call_restore,
     pieces_of,
 )
@@ -121,7 +120,7 @@ async def test_an_empty_snapshot_is_a_snapshot() -> None:
     assert await read(lambda _: []) == b""
 
 
-@pytest.mark.parametrize("wrong", [None, 7, "text", ["text"], [1, 2], object()], ids=lambda wrong: type(wrong).__name__)
+@pytest.mark.parametrize("wrong", [None, 7, "text", ["text"], [1, 2], object()], ids=lambda wrong: repr(type(wrong)))
 async def test_what_is_not_bytes_is_refused_with_the_name_of_the_partition(wrong: Any) -> None:
     with pytest.raises(StateFailed, match=r"snapshot of partition 'p1' failed: TypeError: expected .*bytes"):
         await read(lambda _: wrong)

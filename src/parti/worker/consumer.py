@@ -167,8 +167,11 @@ class WorkerConsumer:
     async def start(self, partitions: Iterable[PartitionLike]) -> None:
         """Create or take up the consumer with these partitions and begin to pull."""
         owned = self._build(partitions)
-        self._own(owned)
+        # A state may be restored sooner than it is known where the stream ends: nothing begins before that.
+        self._own(owned, begin=False)
         await self._take_up(FilterSet(self._handled, 0))
+        if self._ports.stateful:
+            await self._starts.begin_with_news(owned.partitions.values())
         self._want(owned)
         carried = self._carried = self._to_carry()
         self._taken = frozenset(carried.partitions.keys() - self._leftovers.keys())
@@ -180,6 +183,7 @@ class WorkerConsumer:
         await self.engine.start()
         self._bounds = dict.fromkeys((p.id for p in carried.partitions.values()), 0)
         self._applied_ok(diff_filters((), carried.subjects))
+        self._own(self._owned)
 
     async def stop(self) -> None:
         """Stop pulling; the consumer stays on the server, where the next start finds it."""
@@ -348,6 +352,7 @@ class WorkerConsumer:
             await api.put_consumer(stream, config, action="update")
             bound = await self._starts.last_seq() if diff.added else 0
             self._bounds |= {carried.partitions[s].id: bound for s in diff.added}
+            await self._starts.begin_with_news([carried.partitions[s] for s in diff.added])
         wakes = bool(carried.partitions) and not self._carried.partitions
         self._carried = carried
         self._own(owned)
@@ -410,8 +415,11 @@ class WorkerConsumer:
 
     # ── gaining partitions ────────────────────────────────────────────────────────────────────────────────────
 
-    def _own(self, owned: FilterSet) -> None:
-        """Handle exactly these; partitions that are new are fed, or what was held for them is let through."""
+    def _own(self, owned: FilterSet, *, begin: bool = True) -> None:
+        """Handle exactly these; partitions that are new are fed, or what was held for them is let through.
+
+        `begin`: those with a state are restored.
+        """
         lanes, before = self._ports.lanes, self._handled
         stateful, gone = (
             self._ports.stateful,
@@ -423,7 +431,7 @@ class WorkerConsumer:
             for partition in gone:
                 stateful.end(partition)
             for partition in owned.partitions.values():
-                if not stateful.has_begun(partition.id):
+                if begin and not stateful.has_begun(partition.id):
                     start = partial(self._starts.position, partition.id, partition.subject)
                     stateful.begin(partition, start, partial(self._restored, partition))
         if not self._feeds:
@@ -566,6 +574,9 @@ class WorkerConsumer:
         self._ports.on_new_stream(stream)
         self._bounds = dict.fromkeys(self._bounds, 0)
         lanes.start_over()
+        if self._ports.stateful:
+            self._ports.stateful.start_over()
+            self._own(self._owned)
 
     async def _mistrust(self, info: ConsumerInfo) -> None:
         """Somebody else changed the filter: messages may have been passed over, so look for them."""
@@ -623,8 +634,11 @@ class WorkerConsumer:
         """Work out where each partition starts, from the progress record and an existing consumer."""
         lanes, starts, info = self._ports.lanes, self._starts, await self._find()
         self._existed = info is not None
-        if info is not None:
+        # In a fleet, and where there are states to restore, messages are acknowledged that are still to be handled:
+        # only a record that speaks for the same subjects shows that this was not so.
+        if info is not None and not (starts.record.fresh and (starts.granted is not None or self._ports.stateful)):
             starts.raise_by(info)
+        if info is not None:
             self._keep_leftovers(s for s in info.subjects if s not in self._owned.partitions)
         record = starts.record
         if starts.granted is not None or self._ports.stateful:

@@ -99,10 +99,10 @@ class Starts:
             async with room:
                 return await self.first_unfinished(partition)
 
-        await self._begin_with_news(partitions)
+        await self.begin_with_news(partitions)
         return await asyncio.gather(*(probe(p) for p in partitions))
 
-    async def _begin_with_news(self, partitions: Iterable[Partition]) -> None:
+    async def begin_with_news(self, partitions: Iterable[Partition]) -> None:
         """With `start="new"`, partitions that nobody knows of begin at the end of the stream."""
         unknown = [p.id for p in partitions if not self.position(p.id, p.subject)] if self._only_new else []
         if unknown:

@@ -92,6 +92,14 @@ class StatefulPartitions:
         if self._begun.pop(partition.id, None):
             self._saving[partition.id] = self._spawn(self._save_at_end(partition), self._saving, partition.id)
 
+    def start_over(self) -> None:
+        """The stream was made anew: no state counts any more, and every partition has to begin again."""
+        for task in (*self._loading.values(), *self._checkpointing.values()):
+            task.cancel()
+        self._loading.clear()
+        self._begun.clear()
+        self._saved_at.clear()
+
     async def run(self) -> None:
         """Take checkpoints until cancelled."""
         try:
