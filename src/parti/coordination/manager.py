@@ -381,9 +381,7 @@ class Manager:
                 await seat.renew()
             self._health_revision = await seat.bucket.put(key, encode(record), revision=self._health_revision)
         except WrongRevision:
-            found = await seat.bucket.get(key)
-            self._health_revision = found.revision if found else 0
-            return False
+            return await self._reread_health(seat, key)
         except (LeaseLost, ControlPlaneReset):
             raise
         except PartiError as error:
@@ -393,6 +391,16 @@ class Manager:
         return True
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _reread_health(self, seat: Seat, key: str) -> bool:
+        """Our own write whose answer got lost, or that of the last holder of the id: the next one goes on from it."""
+        try:
+            found = await seat.bucket.get(key)
+        except PartiError as error:
+            _log.warning("heartbeat failed", error=str(error))
+        else:
+            self._health_revision = found.revision if found else 0
+        return False
 
     def _on_duty_changed(self, applied: bool) -> None:
         """There is something to report; `applied`: an assignment is in force that was not before."""

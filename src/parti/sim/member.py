@@ -64,7 +64,13 @@ class Member:
         """Stop the worker in order and end the process."""
         await self._started.wait()
         assert self.worker
-        clean = await self.worker.stop()
+        clean = False
+        try:
+            clean = await self.worker.stop()
+        finally:
+            self._end(clean)
+
+    def _end(self, clean: bool) -> None:
         self._world.history.note("has left" if clean else "has left, but could not store everything", self.name)
         if not clean:
             self._world.history.died(self.name)

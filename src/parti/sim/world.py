@@ -244,7 +244,7 @@ class World:
     def _watch(self, task: asyncio.Task[None]) -> None:
         """A worker may fail with an error of parti's own, and with no other."""
         if not task.cancelled() and (error := task.exception()):
-            trace = "".join(traceback.format_exception(error)[-3:])
+            trace = "".join(traceback.format_exception(error)[-5:])
             self.history.outcome.trouble.append(f"a worker failed: {error!r}: {trace}")
 
     async def stop_worker(self, member: Member) -> None:
