@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 EXTRAS := embedded spark console otel
-# Most tests wait for servers and processes: two at a time take little more than half the time.
-JOBS   ?= 2
+# Most tests wait for servers and processes: several at a time take little more than half the time.
+JOBS   ?= 3
 
-.PHONY: help demo test lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-scale \
+.PHONY: help demo test test-slow lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-scale \
 	bench-coordination bench-backfill bench-state soak sim chaos requirements clean
 .DEFAULT_GOAL := help
 
@@ -23,6 +23,9 @@ test: lint ## everything that must pass: lint, then all tests
 	@echo "== pytest"
 	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(PYTEST_ARGS)
 	@echo "make test: all checks and tests passed"
+
+test-slow: $(VENV)/.stamp-dev ## the tests that `make test` leaves out because they take long
+	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff, mypy and the import rules
 	@echo "== ruff check"

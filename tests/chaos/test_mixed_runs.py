@@ -10,6 +10,7 @@ from chaos import cluster, storm
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.slow
 async def test_a_storm_loses_nothing() -> None:
     outcome = await storm.run(storm.parse([*SMALL, "--workers", "3", "--seconds", "5", "--seed", "5"]))
     shown(outcome)

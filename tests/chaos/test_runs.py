@@ -34,6 +34,7 @@ async def test_a_stopped_worker_starts_nothing_when_it_wakes() -> None:
     assert outcome.figures["faults"] == {"stop": 1}
 
 
+@pytest.mark.slow
 async def test_a_rolling_restart_moves_nothing() -> None:
     shown(await rolling.run(rolling.parse([*SMALL, "--workers", "2"])))
 

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.integration.conftest import Kit, Sent, eventually, merge
 from tests.integration.fleet import FLEET, PARTITIONS, Call, Journal, claims_of
 from tests.integration.processes import WorkerProcess
@@ -234,6 +235,7 @@ async def test_a_message_that_kills_one_owner_after_the_other_is_found_out(kit: 
         nothing_else_is_repeated_for_long(fleet, killer)
 
 
+@pytest.mark.slow
 async def test_a_lone_worker_that_somebody_restarts_gets_over_it_on_a_work_queue(kit: Kit, tmp_path: Path) -> None:
     """A plain handler; the id comes back by its identity, as that of a pod does."""
     await kit.delete_stream()
