@@ -534,6 +534,8 @@ class WorkerConsumer:
                 continue
             if subject != self._placeholder():
                 self._leftovers[subject] = partition
+        # Their messages are let pass from now on: whoever owns them next, be it this worker, goes back for them.
+        self._taken -= self._leftovers.keys()
 
     async def _keep_unsafe(self) -> None:
         """Go on carrying what is no longer wanted here, until somebody else does."""
