@@ -89,11 +89,10 @@ async def _remove_consumers(plane: ControlPlane, stream: str, prefix: str, recor
     Not before everybody carries what it has been told to: until then such a consumer may be what keeps the messages
     of a partition that is about to be read by somebody else.
     """
-    said = records.health
-    behind = [
-        w for w, told in records.assignments.items() if w in records.members and not _has_applied(told, said.get(w))
-    ]
-    if behind:
+    told, said = records.assignments, records.health
+    owners = {claim.owner for claim in records.claims.values() if claim.owner} | told.keys() & records.members.keys()
+    # An owner that is not there for a moment has not applied what it was given either.
+    if any(w not in records.members or w not in told or not _has_applied(told[w], said.get(w)) for w in owners):
         return
     for name in await plane.api.consumer_names(stream):
         worker = worker_of(name, prefix)
