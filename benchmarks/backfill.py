@@ -41,7 +41,7 @@ from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.backlog import BacklogReader
 from parti.jetstream.connection import Connection
 from parti.jetstream.wire import Wire, pub
-from parti.model.message import parse_reply
+from parti.model.headers import parse_reply
 from parti.telemetry.logs import configure_logging
 
 STREAM = "BACKFILL"

@@ -21,6 +21,9 @@ PartiError
  ├── LeaseLost               a lease has ended, or somebody else holds it: the outcome is "no"
  ├── ControlPlaneReset       the control bucket was deleted or made anew under a running worker
  ├── SourceFailed            the list of partitions could not be read
+ ├── LedgerCorrupt           a message of a ledger stream is no batch of rows
+ ├── DataLost                messages that were to be read are gone from the stream
+ ├── PipelineFailed          a step of the pipeline ended with an error after it had begun
  ├── ServerTooOld            the server lacks a feature that parti needs
  └── EmbeddedServerError     the nats-server child process did not start or stop
 
@@ -180,6 +183,20 @@ class SourceFailed(PartiError):
     """The list of partitions could not be read; the last one that could is still good."""
 
     retryable = True
+
+
+class LedgerCorrupt(PartiError):
+    """A message of a ledger stream is no batch of rows, or a damaged one."""
+
+
+class DataLost(PartiError):
+    """Messages that were to be read are gone from the stream: purged, deleted or expired."""
+
+    fatal = True
+
+
+class PipelineFailed(PartiError):
+    """A step of the pipeline ended with an error; what it had committed stays, and the next run goes on from there."""
 
 
 class ServerTooOld(PartiError):

@@ -19,8 +19,9 @@ from parti.config import Settings
 from parti.embedded import Cluster, Server
 from parti.embedded.monitor import ask
 from parti.errors import ApiError, NotFound, PartiError
-from parti.jetstream.api import JetStreamApi, Stored, StreamInfo
+from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.backlog import BacklogReader, DirectBatch, Page
+from parti.jetstream.direct import Stored
 from parti.jetstream.connection import Connection
 from parti.jetstream.wire import Wire, pub
 
@@ -483,7 +484,7 @@ async def ask_directly(read: Reading, subject: str, seq: int) -> DirectBatch:
     """One direct get, and nobody asked whether it is all."""
     answer = DirectBatch(read.stream.name, seq, 1 << 60)
     inbox = read.wire.new_inbox()
-    sid = read.wire.subscribe(inbox, answer.take)
+    sid = read.wire.subscribe(inbox, answer.sink)
     body = json.dumps({"seq": seq, "batch": 100, "next_by_subj": subject}).encode()
     read.wire.write(pub(f"$JS.API.DIRECT.GET.{read.stream.name}".encode(), body, inbox.encode()))
     async with asyncio.timeout(5):

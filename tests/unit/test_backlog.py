@@ -45,7 +45,7 @@ def feed(blocks: list[bytes | None], *, seq: int = 1, up_to: int = 1 << 60) -> D
     async def run() -> DirectBatch:
         batch = DirectBatch("S", seq, up_to)
         for block in blocks:
-            batch.take(b"inbox", b"", block, b"data")
+            batch.take(block, b"data")
         return batch
 
     return in_a_loop(run)
@@ -128,11 +128,11 @@ def test_a_message_that_cannot_be_decoded_is_a_hole() -> None:
     async def run() -> DirectBatch:
         batch = DirectBatch("S", 1, 99)
         one, two, three, last = answer_of([1, 2, 3])
-        batch.take(b"inbox", b"", one, b"")
+        batch.take(one, b"")
         with pytest.raises(ValueError, match="Invalid isoformat"):
-            batch.take(b"inbox", b"", two.replace(STAMP.encode(), b"yesterday"), b"")
-        batch.take(b"inbox", b"", three, b"")
-        batch.take(b"inbox", b"", last, b"")
+            batch.take(two.replace(STAMP.encode(), b"yesterday"), b"")
+        batch.take(three, b"")
+        batch.take(last, b"")
         return batch
 
     batch = in_a_loop(run)

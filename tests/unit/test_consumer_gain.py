@@ -18,7 +18,8 @@ from parti.config import load_settings
 from parti.core.progress import Progress
 from parti.core.retry import RetryPolicy
 from parti.errors import PartiError, RequestTimeout
-from parti.jetstream.api import ConsumerInfo, Stored, StreamInfo
+from parti.jetstream.api import ConsumerInfo, StreamInfo
+from parti.jetstream.direct import Stored
 from parti.model.message import Message
 from parti.model.partition import Template
 from parti.model.subjects import covers

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from parti.model.message import Message, Ownership, parse_headers, parse_reply, status_of
+from parti.model.headers import parse_headers, parse_reply, status_of
+from parti.model.message import Message, Ownership
 from parti.model.partition import Template
 
 SHORT = b"$JS.ACK.DC.parti-w0.2.345.67.1700000000123456789.8"

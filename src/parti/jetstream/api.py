@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from parti.errors import ApiError, JetStreamUnavailable, NoResponders, NotFound, WrongRevision
+from parti.jetstream.direct import Stored
 from parti.model.mapping import stored_subjects
 
 _NOT_FOUND = frozenset({10014, 10037, 10059})
@@ -67,17 +68,6 @@ class StreamInfo:
     def stored_subjects(self) -> tuple[str, ...]:
         """What its messages lie under, and consumers filter on: `subjects` after the transform."""
         return stored_subjects(self.subjects, *self.transform) if self.transform else self.subjects
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A message as it lies in the stream."""
-
-    seq: int
-    subject: str
-    data: bytes
-    header: bytes | None
-    stored_at: datetime
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from dataclasses import dataclass
-from datetime import datetime
 
 import structlog
 
 from parti.errors import ApiError, ConnectionFailed, NotFound, PartiError
-from parti.jetstream.api import JetStreamApi, Stored, StreamInfo
+from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
+from parti.jetstream.direct import DirectAnswer, Stored
 from parti.jetstream.wire import Wire, pub
 
 _log = structlog.get_logger("parti.backlog")
@@ -33,16 +32,6 @@ _AVOID_S = 30.0
 _LEADER_BATCH = 64
 """Most messages of a page that is read one by one, at about 0.3 ms each."""
 
-_BARE = b"NATS/1.0"
-_MESSAGE = re.compile(
-    rb"(.*)\r\nNats-Stream: ([^\r]+)\r\nNats-Subject: ([^\r]+)\r\nNats-Sequence: (\d+)\r\n"
-    rb"Nats-Time-Stamp: ([^\r]+)\r\nNats-Num-Pending: \d+\r\nNats-Last-Sequence: (\d+)\r\n\r\n",
-    re.DOTALL,
-)
-"""The server's lines come last, whatever headers of the same names the publisher wrote before them."""
-_END = re.compile(rb"NATS/1\.0 204 [^\r]*\r\nNats-Num-Pending: (\d+)\r\nNats-Last-Sequence: (\d+)\r\n\r\n")
-_STATUS = re.compile(rb"NATS/1\.0 (\d{3})([^\r\n]*)\r\n\r\n")
-
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -53,78 +42,16 @@ class Page:
     """The stream's leader holds nothing more on the subject behind these messages, up to the bound."""
 
 
-class DirectBatch:
-    """The answer to one batched direct get, checked while it comes in.
-
-    `messages` is gap-free at any moment. `ended` is done when nothing that comes later could be used.
-    """
+class DirectBatch(DirectAnswer):
+    """The answer to one batched direct get; `ended` is done when it is."""
 
     def __init__(self, stream: str, seq: int, up_to: int) -> None:
-        self._stream = stream.encode()
-        self._seq = seq
-        self._up_to = up_to
-        self._last = 0
-        self.messages: list[Stored] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.heard = 0
-        self.at_end = False
-        """Whoever answered has no more, up to the bound."""
-        self.trouble = ""
-        """Why the batch was given up before its end."""
+        super().__init__(stream, seq, up_to, lambda: self.ended.set_result(None))
 
-    def take(self, _subject: bytes, _reply: bytes, header: bytes | None, payload: bytes) -> None:
+    def sink(self, _subject: bytes, _reply: bytes, header: bytes | None, payload: bytes) -> None:
         """Take one message from the connection."""
-        self.heard += 1
-        if self.ended.done():
-            return
-        if match := _MESSAGE.fullmatch(header or b""):
-            self._take_message(match, payload)
-        else:
-            self._take_status(header or b"")
-
-    def give_up(self, trouble: str) -> None:
-        """End the batch here; what came so far is good."""
-        if not self.ended.done():
-            self.trouble = trouble
-            self.ended.set_result(None)
-
-    def _take_message(self, match: re.Match[bytes], payload: bytes) -> None:
-        block, stream, subject, seq_text, stamp, before = match.groups()
-        seq = int(seq_text)
-        if stream != self._stream:
-            self.give_up(f"answered by the mirror {stream.decode()}")
-        elif int(before) != self._last or seq < self._seq:
-            self.give_up(f"message {seq} follows {int(before)}, not {self._last}")
-        elif seq > self._up_to:
-            self._end()
-        else:
-            header = block + b"\r\n\r\n" if block != _BARE else None
-            stored_at = datetime.fromisoformat(stamp.decode())
-            self.messages.append(Stored(seq, subject.decode(), payload, header, stored_at))
-            # Last: a message that could not be decoded raises above, and then is a hole like any other.
-            self._last, self._seq = seq, seq + 1
-
-    def _take_status(self, header: bytes) -> None:
-        if match := _END.fullmatch(header):
-            pending, last = int(match[1]), int(match[2])
-            if last != self._last:
-                self.give_up(f"the batch ended with message {last}, the last that came was {self._last}")
-            elif pending:
-                self.ended.set_result(None)
-            else:
-                self._end()
-        elif match := _STATUS.fullmatch(header):
-            if match[1] == b"404":
-                self._end()
-            else:
-                self.give_up((match[1] + match[2]).decode(errors="replace"))
-        else:
-            # Also a stored header block without its end: the server cuts it and writes its own lines into it.
-            self.give_up(f"message after {self._last} cannot be read from a direct get")
-
-    def _end(self) -> None:
-        self.at_end = True
-        self.ended.set_result(None)
+        self.take(header, payload)
 
 
 class BacklogReader:
@@ -235,7 +162,7 @@ class BacklogReader:
         forget = (
             self._connection.on_state(lambda *_: answer.give_up("the connection broke")) if self._connection else None
         )
-        sid = self._wire.subscribe(inbox, answer.take)
+        sid = self._wire.subscribe(inbox, answer.sink)
         try:
             if not self._wire.write(pub(self._request_subject, json.dumps(body).encode(), inbox.encode())):
                 raise ConnectionFailed("not connected; nothing was asked for; try again once the connection is back")

@@ -6,8 +6,6 @@ callables, never as values that a repr could show; with TLS asked for, nothing i
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import ssl
 import time
@@ -17,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-import nkeys  # type: ignore[import-untyped]
 from nats import errors as nats_errors
 
 from parti.errors import AuthenticationFailed, ConfigError, ConnectionFailed
+from parti.jetstream.credentials import KeyFile, tls_context
 
 if TYPE_CHECKING:
     from parti.config import Settings
@@ -31,8 +29,6 @@ ATTEMPT_S = 3.0
 OUTSTANDING_PINGS = 2
 """The third ping without an answer ends the connection: a frozen server is noticed after 3 x ping interval."""
 
-_JWT = re.compile(rb"BEGIN NATS USER JWT-+\s+([\w.-]+)\s+-")
-_SEED = re.compile(rb"BEGIN USER NKEY SEED-+\s+([A-Z2-7]+)\s+-")
 _REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)", re.IGNORECASE)
 
 
@@ -47,66 +43,6 @@ class Dial:
     has_client_cert: bool
     keys: KeyFile | None
     options: Mapping[str, Any] = field(repr=False)
-
-
-class KeyFile:
-    """A seed file, or a credentials file with user JWT and seed; read again at each dial, so rotation just works.
-
-    nats-py would read a credentials file that lacks its JWT for ever, blocking the loop; here that is a ConfigError.
-    """
-
-    def __init__(self, path: Path, *, setting: str) -> None:
-        self.path = path
-        self.setting = setting
-        self.has_jwt = setting == "credentials_file"
-
-    def public_key(self) -> str:
-        """Return the public key of the seed."""
-        public: bytes = self._pair().public_key
-        return public.decode()
-
-    def sign(self, nonce: str) -> bytes:
-        """Sign the server's nonce; base64, as CONNECT wants it."""
-        return base64.b64encode(self._pair().sign(nonce.encode()))
-
-    def jwt(self) -> bytes:
-        """Return the user JWT of a credentials file."""
-        return self._section(_JWT, "user JWT")
-
-    def check(self) -> None:
-        """Raise ConfigError unless the file holds what its setting promises."""
-        self.public_key()
-        if self.has_jwt:
-            self.jwt()
-
-    def _pair(self) -> Any:
-        seed = self._section(_SEED, "user seed") if self.has_jwt else self._read().strip()
-        try:
-            raw = base64.b32decode(seed + b"=" * (-len(seed) % 8))
-            sound = nkeys.crc16(bytearray(raw[:-2])) == int.from_bytes(raw[-2:], "little")
-            if not (seed.startswith(b"SU") and len(raw) == 36 and sound):
-                raise nkeys.ErrInvalidSeed
-            return nkeys.from_seed(bytearray(seed))
-        except (binascii.Error, nkeys.NkeysError):
-            raise ConfigError(
-                f"{self.setting}: {self.path} holds no valid user seed; expected a line of 58 characters that begins "
-                f"with SU; create the file again with `nsc` or `nk`"
-            ) from None
-
-    def _section(self, pattern: re.Pattern[bytes], what: str) -> bytes:
-        match = pattern.search(self._read())
-        if match is None:
-            raise ConfigError(
-                f"{self.setting}: {self.path} holds no {what}; "
-                f"expected a credentials file as `nsc generate creds` writes it"
-            )
-        return match[1]
-
-    def _read(self) -> bytes:
-        try:
-            return self.path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{self.setting}: cannot read {self.path}: {error.strerror}") from None
 
 
 def plan_dial(settings: Settings, *, name: str) -> Dial:
@@ -132,7 +68,7 @@ def plan_dial(settings: Settings, *, name: str) -> Dial:
         **auth,
     }
     if require_tls:
-        options["tls"] = _tls_context(settings)
+        options["tls"] = tls_context(settings.tls_ca, settings.tls_cert, settings.tls_key)
         options["tls_hostname"] = settings.tls_hostname
         options["tls_handshake_first"] = settings.tls_handshake_first
     return Dial(
@@ -183,23 +119,6 @@ def _userinfo(parts: list[SplitResult]) -> tuple[str, dict[str, Any], None]:
     if password is None:
         return "token", {"token": lambda: unquote(user or "")}, None
     return "user and password", {"user": unquote(user or ""), "password": lambda: unquote(password)}, None
-
-
-def _tls_context(settings: Settings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.tls_ca)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"tls_ca: cannot use {settings.tls_ca}: {_one_line(error)}; expected PEM") from None
-    if settings.tls_cert is not None:
-        try:
-            # Without a password callable OpenSSL asks on the terminal when the key is encrypted.
-            context.load_cert_chain(settings.tls_cert, settings.tls_key, password=str)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"tls_cert, tls_key: cannot use {settings.tls_cert} with {settings.tls_key}: {_one_line(error)}; "
-                f"expected a PEM certificate and its unencrypted key"
-            ) from None
-    return context
 
 
 class Attempts:

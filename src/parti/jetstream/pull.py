@@ -23,7 +23,7 @@ from parti.core.pull_status import PullStep, next_step
 from parti.errors import ConnectionFailed, PartiError
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.wire import Wire, pub
-from parti.model.message import parse_reply, status_of
+from parti.model.headers import parse_reply, status_of
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import PULL_STATUS, Metrics
 from parti.telemetry.tasks import watched

@@ -17,7 +17,7 @@ from parti.errors import PartiError
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Entry
-from parti.model.message import parse_reply
+from parti.model.headers import parse_reply
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg

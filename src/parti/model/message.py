@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from parti.model.headers import parse_headers, parse_reply
 from parti.model.partition import Partition
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
@@ -132,47 +133,3 @@ class StoredMessage(Message, eq=False, gc=False):
     def deliveries(self) -> int:
         """Always 1: the server does not count reads."""
         return 1
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyInfo:
-    """What the server writes into the acknowledgement subject of a delivery."""
-
-    deliveries: int
-    stream_seq: int
-    consumer_seq: int
-    timestamp_ns: int
-    pending: int
-
-
-def parse_reply(reply: bytes) -> ReplyInfo:
-    """Parse `$JS.ACK.…`, in the form with nine tokens or the one with domain and account hash.
-
-    Raises ValueError for anything else.
-    """
-    tokens = reply.split(b".")
-    if len(tokens) < 9 or tokens[0] != b"$JS" or tokens[1] != b"ACK":
-        raise ValueError(f"not an acknowledgement subject: {reply!r}")
-    base = 4 if len(tokens) == 9 else 6
-    deliveries, stream_seq, consumer_seq, timestamp_ns, pending = (int(t) for t in tokens[base : base + 5])
-    return ReplyInfo(deliveries, stream_seq, consumer_seq, timestamp_ns, pending)
-
-
-def parse_headers(block: bytes) -> dict[str, str]:
-    """Parse a NATS header block; malformed lines are left out, bytes that are not UTF-8 become U+FFFD."""
-    headers: dict[str, str] = {}
-    for line in block.split(b"\r\n")[1:]:
-        name, colon, value = line.partition(b":")
-        name = name.strip()
-        if colon and name:
-            headers.setdefault(name.decode("utf-8", "replace"), value.strip().decode("utf-8", "replace"))
-    return headers
-
-
-def status_of(block: bytes) -> tuple[int, str]:
-    """Read code and description of a header block's first line; (0, "") when it carries no status."""
-    line, _, _ = block.partition(b"\r\n")
-    parts = line.split(b" ", 2)
-    if len(parts) < 2 or not parts[1].isdigit():
-        return 0, ""
-    return int(parts[1]), parts[2].decode("utf-8", "replace") if len(parts) > 2 else ""

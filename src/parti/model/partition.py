@@ -57,6 +57,11 @@ class Template:
         self.keys = tuple(names)
         self.pattern = ".".join("*" if i in self._key_at else t for i, t in enumerate(self._tokens))
 
+    @property
+    def places(self) -> tuple[tuple[str | None, str | None], ...]:
+        """For each token of a subject the literal that must stand there, or the key that it gives."""
+        return tuple((None, self._key_at[i]) if i in self._key_at else (t, None) for i, t in enumerate(self._tokens))
+
     def _key_name(self, token: str) -> str:
         name = token[1:-1]
         whole = token.startswith("{") and token.endswith("}") and name.isidentifier()

@@ -13,7 +13,7 @@ from typing import Any
 
 from parti.jetstream.connection import Connection
 from parti.jetstream.wire import Sink
-from parti.model.message import parse_headers
+from parti.model.headers import parse_headers
 from parti.sim.network import Channel, Network, Sent
 from parti.sim.process import Process, current_process
 from parti.sim.server import Delivery

@@ -17,7 +17,8 @@ from parti.app.worker import Job
 from parti.coordination.orders import KEY as ORDERS_KEY
 from parti.coordination.sources import Static
 from parti.model.fleet import ROLES, Orders, encode
-from parti.model.message import Message, parse_headers
+from parti.model.headers import parse_headers
+from parti.model.message import Message
 from parti.model.partition import Template
 from parti.sim.client import networks
 from parti.sim.faults import Faults
@@ -27,7 +28,7 @@ from parti.sim.member import AGAIN_S, BUCKET, DEAD_LETTERS, Member, make_setting
 from parti.sim.network import OUTSIDE, Conditions, Network
 from parti.sim.patches import clocks_of
 from parti.sim.process import Process, current_process
-from parti.sim.scenario import LIVENESS_S, SAFETY_S, Scenario
+from parti.sim.scenario import SAFETY_S, Scenario
 from parti.sim.server import Delivery, ModelServer
 from parti.sim.substitution import stand_for
 from parti.strategies import strategy_named
@@ -91,10 +92,11 @@ class World:
         striking = [self._outside(faults.strike(fault)) for fault in self.scenario.faults]
         await asyncio.gather(publishing, *striking)
         self.history.note("no more faults from here on")
-        deadline_s = self.loop.now_s + LIVENESS_S
+        liveness_s = self.scenario.liveness_s
+        deadline_s = self.loop.now_s + liveness_s
         while unsettled := self._unsettled():
             if self.loop.now_s > deadline_s:
-                self.history.outcome.trouble.append(f"not settled after {LIVENESS_S:g} s without faults: {unsettled}")
+                self.history.outcome.trouble.append(f"not settled after {liveness_s:g} s without faults: {unsettled}")
                 return
             await asyncio.sleep(_LOOK_S)
         self.history.note("settled")

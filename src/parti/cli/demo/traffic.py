@@ -12,7 +12,7 @@ from typing import TypeVar
 from parti.cli.demo.check import Stored, digest
 from parti.errors import ConnectionFailed, PartiError, RequestTimeout
 from parti.jetstream.wire import Wire, pub
-from parti.model.message import parse_headers, status_of
+from parti.model.headers import parse_headers, status_of
 from parti.model.partition import Template
 
 _KINDS = ("etch", "cvd", "pvd", "litho", "cmp")
