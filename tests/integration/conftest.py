@@ -7,11 +7,13 @@ server never meet. What was published is known by the sequences that the server 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from parti.errors import NotFound, PartiError
 from parti.jetstream.api import ConsumerInfo, JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket
+from parti.telemetry.logs import configure_logging
 
 Sent = dict[str, list[int]]
 """Stream sequences by partition id."""
@@ -236,3 +239,12 @@ async def kit(nats_server: Server, stream_name: str) -> AsyncIterator[Kit]:
 @pytest.fixture
 def record() -> Record:
     return Record()
+
+
+@pytest.fixture
+def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Commands that run in the test process see neither variables nor files of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith("PARTI_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    configure_logging("error")

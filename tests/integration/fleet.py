@@ -25,6 +25,7 @@ from tests.integration.proxy import LOOPBACK, Proxy
 import parti
 from parti.app.worker import Worker
 from parti.core.fleet_view import FleetState
+from parti.errors import PartiError
 from parti.jetstream.kv import Bucket
 from parti.model.fleet import Assignment, Claim, LeaderRecord, decode, key_of
 
@@ -425,3 +426,24 @@ async def claims_of(kit: Kit) -> dict[str, Claim]:
 
 def owners(claims: Mapping[str, Claim]) -> dict[str, str]:
     return {partition: claim.owner for partition, claim in claims.items()}
+
+
+def newest_fence(claims: Mapping[str, Claim]) -> int:
+    return max(claim.fence_token for claim in claims.values())
+
+
+async def owned_again(kit: Kit, above: int) -> dict[str, Claim]:
+    """Wait until every partition has an owner with a larger fence than this."""
+    claims: dict[str, Claim] = {}
+
+    async def all_owned() -> bool:
+        try:
+            claims.update(await claims_of(kit))
+        except PartiError:
+            return False
+        return len(claims) == len(PARTITIONS) and all(
+            claim.state == "owned" and claim.fence_token > above for claim in claims.values()
+        )
+
+    await eventually(all_owned)
+    return claims

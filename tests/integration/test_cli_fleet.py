@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +20,8 @@ import msgspec
 import pytest
 from rich.console import Console
 from tests.integration.conftest import Kit, Record, eventually
-from tests.integration.processes import WorkerProcess, command, environment, write_app
+from tests.integration.processes import WorkerProcess, environment, write_app
+from tests.integration.terminal import Terminal
 
 import parti
 from parti.cli.control import span
@@ -43,7 +40,6 @@ from parti.model.fleet import (
     encode,
     key_of,
 )
-from parti.telemetry.logs import configure_logging
 
 PARTITIONS = [f"p{n}" for n in range(9)]
 FLEET: Mapping[str, Any] = {
@@ -56,13 +52,7 @@ FLEET: Mapping[str, Any] = {
 }
 COMMANDS = [("status",), ("workers",), ("plan",)]
 
-
-@pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("PARTI_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    configure_logging("error")
+pytestmark = pytest.mark.usefixtures("no_settings_of_this_machine")
 
 
 class Operator:
@@ -535,33 +525,6 @@ async def test_looking_changes_nothing(kit: Kit, operator: Operator) -> None:
     assert not consumers["consumers"]
 
 
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        self.process = subprocess.Popen(
-            command(*arguments), stdin=slave, stdout=slave, stderr=slave, env=environment(TERM="xterm")
-        )
-        os.close(slave)
-        self.text = ""
-        asyncio.get_running_loop().add_reader(self._master, self._read)
-
-    def _read(self) -> None:
-        try:
-            self.text += os.read(self._master, 65_536).decode(errors="replace")
-        except OSError:
-            asyncio.get_running_loop().remove_reader(self._master)
-
-    async def close(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        code = await asyncio.to_thread(self.process.wait, 20)
-        asyncio.get_running_loop().remove_reader(self._master)
-        os.close(self._master)
-        return code
-
-
 async def test_watching_shows_who_joins_until_ctrl_c(kit: Kit) -> None:
     async with fleet_of(kit, 1):
         terminal = Terminal("status", "--watch", "--nats", kit.url, "--bucket", f"b{kit.root}")
@@ -569,5 +532,6 @@ async def test_watching_shows_who_joins_until_ctrl_c(kit: Kit) -> None:
         assert "worker-1" not in terminal.text
         async with fleet_of(kit, 1):
             await eventually(lambda: "9 partitions on 2 workers, each with one owner." in terminal.text, 20)
-        assert await terminal.close() == 0
+        terminal.process.send_signal(signal.SIGINT)
+        assert await terminal.ends() == 0
         assert "Traceback" not in terminal.text

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.unit.test_lanes_runtime import Bench
+from tests.unit.lanes_bench import Bench
 
 from parti.model.fleet import Grant
 from parti.model.message import Message

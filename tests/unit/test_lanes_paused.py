@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.unit.test_lanes_runtime import TEMPLATE, Bench
+from tests.unit.lanes_bench import TEMPLATE, Bench
 
 from parti.core.lane import Lane, Phase
 from parti.core.retry import RetryPolicy
@@ -39,6 +39,17 @@ class Paused:
 
     async def started(self, *seqs: int) -> None:
         await self.bench.until(lambda: set(seqs) <= set(self.bench.started()))
+
+    async def pausing(self) -> asyncio.Task[int | None]:
+        """Ask for a pause of the partition "a", which lasts for a moment only; the task ends with its position."""
+
+        async def pause() -> int | None:
+            async with self.bench.lanes.paused("a") as position:
+                return position
+
+        task = asyncio.create_task(pause())
+        await asyncio.sleep(0)
+        return task
 
 
 @pytest.fixture
@@ -111,13 +122,7 @@ async def test_a_partition_that_is_released_while_its_handler_runs_is_not_paused
     bench.own("a")
     bench.send("a", 1)
     await paused.started(1)
-
-    async def pause() -> int | None:
-        async with bench.lanes.paused("a") as position:
-            return position
-
-    pausing = asyncio.create_task(pause())
-    await asyncio.sleep(0)
+    pausing = await paused.pausing()
     bench.own()
     assert await pausing is None
     gate.set()
@@ -242,13 +247,7 @@ async def test_a_fed_partition_that_ran_empty_while_it_was_to_be_paused_is_fed_a
     bench.own("a")
     bench.lanes.gain(PARTITION, 1, feed_to=4)
     await paused.started(2)
-
-    async def pause() -> int | None:
-        async with bench.lanes.paused("a") as position:
-            return position
-
-    pausing = asyncio.create_task(pause())
-    await asyncio.sleep(0)
+    pausing = await paused.pausing()
     gate.set()
     assert await pausing == 3
     await paused.started(3, 4)
@@ -266,13 +265,7 @@ async def test_a_fed_partition_that_needs_care_is_fed_again_too(paused: Paused) 
     bench.own("a")
     bench.lanes.gain(PARTITION, 1, feed_to=4)
     await paused.started(2)
-
-    async def pause() -> int | None:
-        async with bench.lanes.paused("a") as position:
-            return position
-
-    pausing = asyncio.create_task(pause())
-    await asyncio.sleep(0)
+    pausing = await paused.pausing()
     gate.set()
     assert await pausing == 3
     await paused.started(3, 4)

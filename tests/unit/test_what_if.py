@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from tests.scenarios.fleet_model import FleetModel
 
 from parti.core.fleet_view import FleetState, MemberView, Policy
 from parti.core.what_if import Change, Fleet, Outlook, foresee
-from parti.model.fleet import Claim, ClaimState, MemberState
+from parti.model.fleet import Claim, ClaimState, MemberState, Orders
 from parti.strategies import STRATEGY_NAMES, Sticky, strategy_named
 
 POLICY = Policy(cold_start_window_s=1.0, scale_window_s=3.0, min_rebalance_interval_s=5.0, takeover_grace_s=2.0)
@@ -189,6 +190,49 @@ def test_a_limit_on_moves_at_once_changes_nothing_but_the_time(overlap: bool) ->
 def test_a_strategy_that_moves_more_than_needed_is_shown_as_such() -> None:
     outlook = foresee(fleet_of({"a": 6, "b": 6}), Change({"_": member()}), strategy_named("range"), POLICY)
     assert (outlook.count("moved"), outlook.minimum) == (6, 4)
+
+
+# ── orders that stand ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ordered(shares: dict[str, int], **orders: Any) -> Fleet:
+    return replace(fleet_of(shares), orders=Orders(**orders))
+
+
+def test_a_worker_that_is_to_be_drained_gives_all_away() -> None:
+    outlook = what_if(ordered({"a": 4, "b": 4, "c": 4}, drained=("b",)))
+    assert outlook.count("moved") == outlook.minimum == len(outlook.moves) == 4
+    assert outlook.after == {"a": 6, "c": 6}
+
+
+def test_a_drained_worker_gets_nothing_of_what_a_leaver_had() -> None:
+    outlook = what_if(ordered({"a": 6, "b": 0, "c": 6}, drained=("b",)), leaves=("c",))
+    assert outlook.after == {"a": 12}
+    assert {move.kind for move in outlook.moves} == {"given"}
+
+
+def test_a_drained_worker_leaves_a_settled_fleet_settled() -> None:
+    outlook = what_if(ordered({"a": 6, "b": 0, "c": 6}, drained=("b",)))
+    assert (outlook.moves, outlook.minimum) == ((), 0)
+
+
+def test_a_partition_goes_where_an_operator_wants_it() -> None:
+    outlook = what_if(ordered({"a": 6, "b": 6}, placed={"p0": "b"}))
+    there = [(move.partition, move.target, move.reason) for move in outlook.moves if move.target == "b"]
+    assert there == [("p0", "b", "placed by an operator")]
+
+
+def test_while_moves_are_paused_a_new_worker_gets_nothing() -> None:
+    outlook = what_if(ordered({"a": 6, "b": 6}, hold_moves=True), joins={"c": member()})
+    assert (outlook.moves, outlook.minimum) == ((), 4)
+    assert "moves are paused" in outlook.reason
+
+
+def test_a_paused_partition_does_not_count_whether_its_owner_has_let_go_or_not() -> None:
+    held = ordered({"a": 6, "b": 6}, paused=("p0",))
+    for fleet in (held, replace(held, claims={**held.claims, "p0": claim("", "free")})):
+        outlook = what_if(fleet)
+        assert (outlook.partitions, outlook.moves, outlook.unowned) == (11, (), ())
 
 
 def test_the_fleet_that_was_asked_about_is_left_as_it_was() -> None:

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from parti.config import Settings, load_settings, strip_userinfo
 from parti.coordination.control_plane import ControlPlane
-from parti.coordination.records import KEYS, Records
-from parti.errors import ConfigError, NotFound, RequestTimeout
+from parti.errors import ConfigError, NotFound
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
-from parti.jetstream.kv import Bucket, Entry
-from parti.jetstream.watch import Watch
+from parti.jetstream.kv import Bucket
 from parti.telemetry.logs import configure_logging
-
-NatsOption = Annotated[str | None, typer.Option(help="Server URL, or several with commas between.")]
-BucketOption = Annotated[str | None, typer.Option(help="Bucket of the fleet's control plane.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 _CONNECT_S = 3.0
 """Nobody at a terminal wants to wait longer, unless the settings say so."""
-_READ_S = 10.0
 _PIPED_WIDTH = 1000
 """Whatever reads a pipe has no edge that lines would have to end at."""
 
@@ -49,22 +41,6 @@ class Control:
         """Where this is, without credentials."""
         servers = ",".join(strip_userinfo(url) for url in self.settings.nats)
         return f"bucket {self.settings.bucket} on {servers}"
-
-    async def read(self) -> Records:
-        """Everything that tells of the fleet, as it is now."""
-        try:
-            async with asyncio.timeout(_READ_S):
-                return Records.of(await self.plane.read(*KEYS))
-        except TimeoutError:
-            raise RequestTimeout(
-                f"{self.place} was not read within {_READ_S:g} s; look whether the server is overloaded or has no "
-                f"leader for the stream KV_{self.settings.bucket}"
-            ) from None
-
-    def watch(self, on_entry: Callable[[str, Entry], None], on_reset: Callable[[str], None]) -> Watch:
-        """A watch of the same records; the caller starts and stops it."""
-        plane = self.plane
-        return Watch(plane.connection, plane.api, plane.bucket.name, KEYS, on_entry, on_reset=on_reset)
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Annotated
@@ -10,31 +9,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from parti.cli.control import (
-    BucketOption,
-    Control,
-    JsonOption,
-    NatsOption,
-    count,
-    listed,
-    open_control,
-    read_settings,
-    span,
-)
-from parti.cli.orders import (
-    TIMEOUT_S,
-    Aim,
-    Answer,
-    NoWaitOption,
-    Outcome,
-    Patience,
-    TimeoutOption,
-    fell_short,
-    follow,
-    look,
-    tell,
-    worker_named,
-)
+from parti.cli.control import Control, count, listed, span
+from parti.cli.options import TIMEOUT_S, BucketOption, JsonOption, NatsOption, NoWaitOption, TimeoutOption
+from parti.cli.orders import Aim, Answer, Outcome, Patience, fell_short, follow, give_order, look, worker_named
 from parti.coordination.orders import Situation, change_orders
 from parti.errors import ConfigError
 from parti.model.fleet import Orders
@@ -56,15 +33,13 @@ def drain(
     They go on running. The order stands for the worker id until --undo, also for the next process that holds it. Exit
     codes: 0 done, 1 not done in time (the order stands), 2 refused, and nothing was changed.
     """
-    settings = read_settings(nats, bucket)
 
-    async def run() -> Answer:
-        async with open_control(settings) as control:
-            if undo:
-                return await _undo(control, workers)
-            return await _drain(control, workers, Patience(not no_wait, timeout, quiet=json), force=force)
+    async def give(control: Control) -> Answer:
+        if undo:
+            return await _undo(control, workers)
+        return await _drain(control, workers, Patience(not no_wait, timeout, quiet=json), force=force)
 
-    tell(settings.bucket, asyncio.run(run()), json=json)
+    give_order(give, nats, bucket, json=json)
 
 
 async def _drain(control: Control, names: Sequence[str], patience: Patience, *, force: bool) -> Answer:

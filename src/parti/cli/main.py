@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import Annotated
 
@@ -13,13 +14,30 @@ from typer.main import get_command
 from parti.errors import PartiError
 from parti.version import __version__
 
-_COMMANDS = ("worker", "status", "workers", "plan", "move", "drain", "pause", "resume", "sim", "dev")
+_COMMANDS = {
+    "worker": "Run a worker: start the same command as often as you like, and the workers share the partitions.",
+    "status": "Show the fleet on one screen: rebalancer, workers, partitions, and whether all is well.",
+    "workers": "List the workers of the fleet, or show one of them with its partitions.",
+    "plan": "Show what would move, and why, if workers joined or left.",
+    "move": "Move partitions to a worker, at once, and keep them there.",
+    "drain": "Move everything away from workers, at once, and give them nothing more.",
+    "pause": "Stop planned moves between live workers, or let nobody handle certain partitions.",
+    "resume": "Take back what 'parti pause' has ordered: without partitions for moves, with partitions for these.",
+    "pipeline": "Take a stream into the tables of a lake, with Spark.",
+    "replay": "Hand a backlog to Spark and back, or read history again into a table.",
+    "audit": "Check from the stream and the ledger whether the fleet kept its promises.",
+    "sim": "Run seeded simulations of whole fleets and check what parti promises.",
+    "dev": "Tools for development on this machine.",
+}
+"""What `parti --help` says of each command: the first sentence of its own help."""
 _MODULES = {"resume": "pause"}
 """Where a command lives, if not in the module of its name."""
+_COMPLETION = "_PARTI_COMPLETE"
+"""Set by a shell that wants to complete a command line; which one, only the commands know."""
 
 
-def build_app(wanted: Sequence[str] = _COMMANDS) -> typer.Typer:
-    """The command line with these commands; each is imported only when it is needed, because that takes a while."""
+def build_app(wanted: Collection[str] = _COMMANDS) -> typer.Typer:
+    """The command line; other commands than these are listed, but not imported, because that takes a while."""
     app = typer.Typer(
         name="parti",
         help="Partition ownership on NATS JetStream.",
@@ -27,13 +45,20 @@ def build_app(wanted: Sequence[str] = _COMMANDS) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_parti)
-    for name in wanted:
+    for name, summary in _COMMANDS.items():
+        if name not in wanted:
+            app.command(name, help=summary)(_only_listed)
+            continue
         module = import_module(f"parti.cli.{_MODULES.get(name, name)}")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:
             app.command(name)(getattr(module, name))
     return app
+
+
+def _only_listed() -> None:
+    raise AssertionError("this command was not imported")
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,8 +78,8 @@ def _parti(
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; every error becomes one line on stderr."""
-    asked = next(iter(arguments), "")
-    app = build_app([asked] if asked in _COMMANDS else _COMMANDS)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), "")
+    app = build_app(_COMMANDS if _COMPLETION in os.environ else [asked])
     try:
         code = get_command(app).main(args=list(arguments), prog_name="parti", standalone_mode=False)
     except PartiError as error:

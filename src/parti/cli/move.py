@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from typing import Annotated
 
 import msgspec
 import typer
 
-from parti.cli.control import (
-    BucketOption,
-    Control,
-    JsonOption,
-    NatsOption,
-    count,
-    listed,
-    open_control,
-    read_settings,
-    span,
-)
+from parti.cli.control import Control, count, listed, span
+from parti.cli.options import TIMEOUT_S, BucketOption, JsonOption, NatsOption, NoWaitOption, TimeoutOption
 from parti.cli.orders import (
-    TIMEOUT_S,
     Aim,
     Answer,
-    NoWaitOption,
     Outcome,
     Patience,
-    TimeoutOption,
     fell_short,
     follow,
+    give_order,
     look,
     partitions_named,
-    tell,
     worker_named,
 )
 from parti.coordination.orders import Situation, change_orders
@@ -64,15 +51,13 @@ def move(
             if auto
             else "say where the partitions are to go: --to WORKER, or --auto to let the strategy decide again"
         )
-    settings = read_settings(nats, bucket)
 
-    async def run() -> Answer:
-        async with open_control(settings) as control:
-            if to is None:
-                return await _give_back(control, partitions)
-            return await _place(control, partitions, to, Patience(not no_wait, timeout, quiet=json))
+    async def give(control: Control) -> Answer:
+        if to is None:
+            return await _give_back(control, partitions)
+        return await _place(control, partitions, to, Patience(not no_wait, timeout, quiet=json))
 
-    tell(settings.bucket, asyncio.run(run()), json=json)
+    give_order(give, nats, bucket, json=json)
 
 
 # ── to a worker ───────────────────────────────────────────────────────────────────────────────────────────────────

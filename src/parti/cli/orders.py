@@ -5,27 +5,35 @@ from __future__ import annotations
 import asyncio
 import difflib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from parti.cli.control import Control, count, listed, no_such_worker, open_console, print_json, span, timestamp
+from parti.cli.control import (
+    Control,
+    count,
+    listed,
+    no_such_worker,
+    open_console,
+    open_control,
+    print_json,
+    read_settings,
+    span,
+    timestamp,
+)
 from parti.coordination.orders import Change, Situation, obstacle, read_situation, watch_situation
+from parti.coordination.records import Records
 from parti.errors import ConfigError, ControlPlaneReset, RequestTimeout
 from parti.jetstream.kv import Entry
 from parti.model.fleet import Orders
 from parti.strategies import natural_order
-
-NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Return as soon as the order is written.")]
-TimeoutOption = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Wait no longer than this.")]
-TIMEOUT_S = 60.0
 
 _READ_S = 10.0
 _DRAW_S = 0.05
@@ -256,8 +264,23 @@ class Answer:
     outcome: Outcome = field(default_factory=Outcome)
 
 
-def tell(bucket: str, answer: Answer, *, json: bool) -> None:
-    """Print the outcome; exit code 1 when the fleet has not followed."""
+def give_order(
+    give: Callable[[Control], Awaitable[Answer]], nats: str | None, bucket: str | None, *, json: bool
+) -> None:
+    """Give an order to the fleet in this place and tell what became of it.
+
+    Exit code 1 when the fleet has not followed; raises what `open_control` raises, and `give`.
+    """
+    settings = read_settings(nats, bucket)
+
+    async def run() -> Answer:
+        async with open_control(settings) as control:
+            return await give(control)
+
+    _tell(settings.bucket, asyncio.run(run()), json=json)
+
+
+def _tell(bucket: str, answer: Answer, *, json: bool) -> None:
     missing = answer.outcome.missing
     if json:
         print_json(_json(bucket, answer))
@@ -283,6 +306,21 @@ def _print_missing(console: Console, missing: Mapping[str, str]) -> None:
         by_reason.setdefault(why, []).append(partition)
     for why, partitions in by_reason.items():
         console.print(Text(f"  {listed(partitions, _NAMED)}: {why}"))
+
+
+def standing(records: Records, orders: Orders) -> Iterator[str]:
+    """Orders that somebody may have forgotten to take back."""
+    if orders.hold_moves:
+        yield "moves are paused, until 'parti resume'"
+    if orders.paused:
+        are = "is" if len(orders.paused) == 1 else "are"
+        yield f"{count(len(orders.paused), 'partition')} {are} paused ({listed(orders.paused, 3)})"
+    if orders.drained:
+        yield f"{listed(orders.drained)} {'is' if len(orders.drained) == 1 else 'are'} drained"
+    absent = [worker for worker in orders.placed.values() if worker not in records.members]
+    if absent:
+        are, not_here = "is" if len(absent) == 1 else "are", listed(natural_order(set(absent)))
+        yield f"{count(len(absent), 'partition')} {are} placed on {not_here}, not here at the moment"
 
 
 def orders_json(orders: Orders) -> dict[str, Any]:

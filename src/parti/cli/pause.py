@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from typing import Annotated
 
 import msgspec
 import typer
 
-from parti.cli.control import (
-    BucketOption,
-    Control,
-    JsonOption,
-    NatsOption,
-    count,
-    listed,
-    open_control,
-    read_settings,
-    span,
-)
-from parti.cli.orders import (
-    TIMEOUT_S,
-    Aim,
-    Answer,
-    NoWaitOption,
-    Outcome,
-    Patience,
-    TimeoutOption,
-    fell_short,
-    follow,
-    look,
-    partitions_named,
-    tell,
-)
+from parti.cli.control import Control, count, listed, span
+from parti.cli.options import TIMEOUT_S, BucketOption, JsonOption, NatsOption, NoWaitOption, TimeoutOption
+from parti.cli.orders import Aim, Answer, Outcome, Patience, fell_short, follow, give_order, look, partitions_named
 from parti.coordination.orders import Change, Situation, change_orders
 from parti.core.retention import INTEREST
 from parti.errors import ConfigError, NotFound
@@ -58,15 +35,13 @@ def pause(
     ended, and messages wait in the stream; the position is kept. Exit codes: 0 done, 1 not done in time (the order
     stands), 2 refused, and nothing was changed.
     """
-    settings = read_settings(nats, bucket)
 
-    async def run() -> Answer:
-        async with open_control(settings) as control:
-            if not partitions:
-                return await _hold_moves(control)
-            return await _pause(control, partitions, Patience(not no_wait, timeout, quiet=json))
+    async def give(control: Control) -> Answer:
+        if not partitions:
+            return await _hold_moves(control)
+        return await _pause(control, partitions, Patience(not no_wait, timeout, quiet=json))
 
-    tell(settings.bucket, asyncio.run(run()), json=json)
+    give_order(give, nats, bucket, json=json)
 
 
 def resume(
@@ -85,15 +60,12 @@ def resume(
     """
     if all and partitions:
         raise ConfigError("--all and partitions exclude each other; leave out one of them")
-    settings = read_settings(nats, bucket)
 
-    async def run() -> Answer:
-        async with open_control(settings) as control:
-            return await _resume(
-                control, partitions or (), Patience(not no_wait, timeout, quiet=json), everything=all
-            )
+    async def give(control: Control) -> Answer:
+        patience = Patience(not no_wait, timeout, quiet=json)
+        return await _resume(control, partitions or (), patience, everything=all)
 
-    tell(settings.bucket, asyncio.run(run()), json=json)
+    give_order(give, nats, bucket, json=json)
 
 
 # ── pause ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,9 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from parti.cli.control import (
-    BucketOption,
-    JsonOption,
-    NatsOption,
     count,
     listed,
     no_such_worker,
@@ -27,8 +24,10 @@ from parti.cli.control import (
     read_settings,
     timestamp,
 )
+from parti.cli.options import BucketOption, JsonOption, NatsOption
+from parti.cli.orders import read_all, standing
 from parti.config import Settings
-from parti.coordination.records import Records
+from parti.coordination.orders import Situation
 from parti.core.fleet_view import FleetState, MemberView, Policy
 from parti.core.what_if import Change, Fleet, Move, Outlook, foresee
 from parti.errors import ConfigError
@@ -55,26 +54,30 @@ def plan(
     """Show what would move, and why, if workers joined or left.
 
     Without --join and --leave: what would move now. The rebalancer's planner is run ahead on a copy of the fleet's
-    records; nothing is written. The strategy is the rebalancer's, unless --strategy names another; windows come from
-    the settings here. New workers count as being like most of the others. Exit codes: 0 every partition would have
-    an owner, 1 some would have none, 2 no server, no bucket or no such worker.
+    records and orders; nothing is written. The strategy is the rebalancer's, unless --strategy names another; windows
+    come from the settings here. New workers count as being like most of the others. Exit codes: 0 every partition
+    would have an owner, 1 some would have none, 2 no server, no bucket or no such worker.
     """
     settings = read_settings(nats, bucket)
     strategy_named(strategy or settings.strategy)  # a mistake is said before anything is read
 
-    async def read() -> Records:
+    async def read() -> Situation:
         async with open_control(settings) as control:
-            return await control.read()
+            return await read_all(control)
 
-    records = asyncio.run(read())
-    leader = records.leaders.get("rebalancer")
+    situation = asyncio.run(read())
+    leader = situation.records.leaders.get("rebalancer")
     told = leader.strategy if leader and leader.strategy in STRATEGY_NAMES else settings.strategy
     chosen = strategy_named(strategy or told)
-    fleet = _fleet(records)
+    fleet = _fleet(situation)
     change = Change(_newcomers(join, fleet, settings), _leavers(leave or (), fleet))
     outlook = foresee(fleet, change, chosen, _policy(settings))
     answer = Answer(
-        chosen.name, change, outlook, _sentence(change, outlook, settings), _notes(records, change, settings)
+        chosen.name,
+        change,
+        outlook,
+        _sentence(change, outlook, _imbalance(fleet, settings)),
+        _notes(situation, change, settings),
     )
     if json:
         print_json(_json(settings.bucket, answer))
@@ -98,10 +101,14 @@ class Answer:
 # ── the question ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _fleet(records: Records) -> Fleet:
+def _fleet(situation: Situation) -> Fleet:
+    records = situation.records
     leader = records.leaders.get("rebalancer")
-    members = {w: MemberView(m.incarnation, m.state, m.capacity, m.weight) for w, m in records.members.items()}
-    return Fleet(members, records.claims, settled=leader is not None and leader.state == FleetState.STABLE)
+    members = {
+        w: MemberView(m.incarnation, m.state, m.capacity, m.weight, m.guest) for w, m in records.members.items()
+    }
+    settled = leader is not None and leader.state == FleetState.STABLE
+    return Fleet(members, records.claims, settled=settled, orders=situation.orders)
 
 
 def _policy(settings: Settings) -> Policy:
@@ -140,7 +147,7 @@ def _leavers(names: Sequence[str], fleet: Fleet) -> frozenset[str]:
 # ── the answer ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _sentence(change: Change, outlook: Outlook, settings: Settings) -> str:
+def _sentence(change: Change, outlook: Outlook, imbalance: str) -> str:
     if not outlook.partitions:
         return "No partition has been claimed yet, so there is nothing that could move."
     supposed = _supposed(change)
@@ -159,11 +166,21 @@ def _sentence(change: Change, outlook: Outlook, settings: Settings) -> str:
     if kept := outlook.count("kept"):
         said.append(f"{count(kept, 'partition')} would stay with a worker id that is held again")
     if not said and outlook.minimum:
-        imbalance = f"{count(outlook.minimum, 'move')} would even out the shares, but the imbalance is small"
-        said.append(f"nothing would move: {imbalance} (hysteresis {settings.hysteresis:g})")
+        said.append(
+            f"nothing would move: {count(outlook.minimum, 'move')} would even out the shares, but {imbalance}"
+        )
     text = "; ".join(said or ["nothing would move"])
     text = f"{supposed}, {text}" if supposed else text[0].upper() + text[1:]
     return f"{text}."
+
+
+def _imbalance(fleet: Fleet, settings: Settings) -> str:
+    """Why shares that are not even would be left as they are."""
+    if fleet.orders.hold_moves:
+        return "moves are paused"
+    if fleet.orders.placed:
+        return "partitions are placed by an operator"
+    return f"the imbalance is small (hysteresis {settings.hysteresis:g})"
 
 
 def _supposed(change: Change) -> str:
@@ -185,8 +202,8 @@ def _against(moved: int, outlook: Outlook) -> str:
     return f"where {outlook.minimum:,} would do for even shares"
 
 
-def _notes(records: Records, change: Change, settings: Settings) -> list[str]:
-    notes = []
+def _notes(situation: Situation, change: Change, settings: Settings) -> list[str]:
+    notes, records = [], situation.records
     leader = records.leaders.get("rebalancer")
     named = [w for w in natural_order(change.leaves) if records.members[w].identity]
     if named and settings.rejoin_s:
@@ -200,6 +217,13 @@ def _notes(records: Records, change: Change, settings: Settings) -> list[str]:
         notes.append(
             f"The rebalancer says: {leader.reason}. Partitions that were never claimed are not in this plan."
         )
+    if orders := list(standing(records, situation.orders)):
+        notes.append(f"Orders stand: {'; '.join(orders)}.")
+    if records.unreadable:
+        unreadable = (
+            f"{count(records.unreadable, 'record')} cannot be read and {'is' if records.unreadable == 1 else 'are'}"
+        )
+        notes.append(f"{unreadable} not in this plan: is another version of parti at work?")
     return notes
 
 

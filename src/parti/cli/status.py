@@ -17,10 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parti.cli.control import (
-    BucketOption,
     Control,
-    JsonOption,
-    NatsOption,
     count,
     listed,
     open_console,
@@ -30,7 +27,8 @@ from parti.cli.control import (
     span,
     timestamp,
 )
-from parti.cli.orders import orders_json, read_all
+from parti.cli.options import BucketOption, JsonOption, NatsOption
+from parti.cli.orders import orders_json, read_all, standing
 from parti.cli.workers import WorkerRow, worker_rows, worker_table
 from parti.config import Settings
 from parti.coordination.orders import Situation, watch_situation
@@ -161,7 +159,7 @@ def take_picture(place: str, records: Records, orders: Orders | None = None) -> 
             partitions["waiting"] += 1
         else:
             partitions[claim.state] += 1
-    notes = (*_notes(records, report, rows, partitions), *_standing(records, orders))
+    notes = (*_notes(records, report, rows, partitions), *standing(records, orders))
     verdict = _judge(records, report, tuple(_problems(records, report, rows)), notes)
     return Picture(place, now, report, rows, partitions, orders, verdict)
 
@@ -225,21 +223,6 @@ def _notes(
     versions = Counter(member.version for member in records.members.values())
     if len(versions) > 1:
         yield f"different versions of parti are running: {', '.join(f'{v} ({n})' for v, n in versions.most_common())}"
-
-
-def _standing(records: Records, orders: Orders) -> Iterator[str]:
-    """Orders that somebody may have forgotten to take back."""
-    if orders.hold_moves:
-        yield "moves are paused, until 'parti resume'"
-    if orders.paused:
-        are = "is" if len(orders.paused) == 1 else "are"
-        yield f"{count(len(orders.paused), 'partition')} {are} paused ({listed(orders.paused, 3)})"
-    if orders.drained:
-        yield f"{listed(orders.drained)} {'is' if len(orders.drained) == 1 else 'are'} drained"
-    absent = [worker for worker in orders.placed.values() if worker not in records.members]
-    if absent:
-        are, not_here = "is" if len(absent) == 1 else "are", listed(natural_order(set(absent)))
-        yield f"{count(len(absent), 'partition')} {are} placed on {not_here}, not here at the moment"
 
 
 def _late(records: Records, worker: str) -> bool:

@@ -16,9 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from parti.cli.control import (
-    BucketOption,
-    JsonOption,
-    NatsOption,
     count,
     listed,
     no_such_worker,
@@ -29,6 +26,7 @@ from parti.cli.control import (
     span,
     timestamp,
 )
+from parti.cli.options import BucketOption, JsonOption, NatsOption
 from parti.cli.orders import read_all
 from parti.coordination.orders import Situation
 from parti.coordination.records import Records

@@ -209,13 +209,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def dispose(self) -> None:
         """End every coroutine that still waits, and the loop; what they do or raise at their end has no effect."""
-        for task in self.tasks:
-            if not task.done():
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                try:
-                    task.get_coro().close()
-                except (Exception, asyncio.CancelledError):
-                    pass  # It wanted to wait for something in a `finally`.
+        # What they begin in a `finally`, such as a shielded release, becomes a task here and is ended in its turn.
+        # Otherwise it would be left to the default loop, which nobody runs, until the end of the real process.
+        asyncio._set_running_loop(self)
+        try:
+            for task in self.tasks:
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    try:
+                        task.get_coro().close()
+                    except (Exception, asyncio.CancelledError):
+                        pass  # It wanted to wait for something in a `finally`.
+        finally:
+            asyncio._set_running_loop(None)
         self.tasks.clear()
         self._timers.clear()
         self.close()

@@ -10,8 +10,8 @@ RETENTIONS = ("limits", "interest", "workqueue")
 
 SAFETY_S = 5.0
 """Length of the phase with faults."""
-LIVENESS_S = 25.0
-"""Within so long after it, everything must be finished and every partition owned by exactly one worker."""
+_SETTLE_S = 25.0
+"""What a fleet without faults may take to settle, besides the wait for what the server delivers again."""
 
 
 class FaultKind(enum.StrEnum):
@@ -96,6 +96,14 @@ class Scenario:
     faults: tuple[Fault, ...]
     all_roles: bool
     """Whether somebody monitors and cleans up, too."""
+
+    @property
+    def liveness_s(self) -> float:
+        """Within so long after the faults, everything must be finished and every partition have exactly one owner.
+
+        A delivery that was lost with the last fault comes again only when its acknowledgement is overdue.
+        """
+        return self.timing.ack_wait_s + _SETTLE_S
 
 
 def make_scenario(seed: int, *, retention: str | None = None) -> Scenario:

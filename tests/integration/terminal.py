@@ -1,0 +1,42 @@
+"""Commands as a person sees them: on a terminal, of a certain size, with colours."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import termios
+
+from tests.integration.processes import command, environment
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        self.process = subprocess.Popen(
+            command(*arguments), stdin=slave, stdout=slave, stderr=slave, env=environment(TERM="xterm")
+        )
+        os.close(slave)
+        self.text = ""
+        asyncio.get_running_loop().add_reader(self._master, self._read)
+
+    def _read(self) -> None:
+        try:
+            self.text += os.read(self._master, 65_536).decode(errors="replace")
+        except OSError:
+            asyncio.get_running_loop().remove_reader(self._master)
+
+    async def ends(self) -> int:
+        """Wait for the exit code; nothing is left behind, not even when it does not come."""
+        try:
+            return await asyncio.to_thread(self.process.wait, 30)
+        finally:
+            self.process.kill()
+            asyncio.get_running_loop().remove_reader(self._master)
+            os.close(self._master)

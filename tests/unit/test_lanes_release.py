@@ -1,0 +1,135 @@
+"""Partitions that are let go and come back: what runs is finished, what waits is left to the next owner."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.unit.lanes_bench import TEMPLATE, Bench, behind_gates, gates, nothing
+
+from parti.core.retry import Reject
+from parti.model.message import Message
+
+
+async def test_a_released_partition_finishes_what_runs_and_drops_what_waits(bench: Bench) -> None:
+    doors = gates(1)
+    bench.own("a", "b")
+    bench.run_async(behind_gates(doors))
+    bench.send("a", 1, 2, 3)
+    await bench.until(lambda: bench.started() == [1])
+    bench.own("b")
+    assert bench.lanes.behind()["a"] <= 1
+    doors[1].set()
+    await bench.acked(1)
+    bench.send("b", 4)
+    await bench.acked(4)
+    assert bench.started() == [1, 4]
+    assert bench.lanes.behind()["a"] == 2
+    assert (bench.lanes.held, bench.lanes.floor) == (0, 5)
+
+
+async def test_a_handler_that_fails_after_the_release_leaves_its_message_to_the_next_owner(bench: Bench) -> None:
+    door = asyncio.Event()
+
+    async def handler(message: Message) -> None:
+        await door.wait()
+        raise ValueError("bad")
+
+    bench.own("a")
+    bench.run_async(handler)
+    bench.send("a", 1, 2)
+    await bench.until(lambda: bench.started() == [1])
+    bench.own()
+    door.set()
+    await bench.until(lambda: bench.ends == [1])
+    await bench.until(lambda: bench.lanes.held == 0)
+    assert bench.acks.acked == []
+    assert bench.lanes.behind()["a"] <= 1
+
+
+async def test_a_released_partition_in_backoff_is_not_started_again(bench: Bench) -> None:
+    bench.own("a", "b")
+
+    async def handler(message: Message) -> None:
+        if message.partition.id == "a":
+            raise ValueError("bad")
+
+    bench.run_async(handler)
+    bench.send("a", 1)
+    await bench.until(lambda: bench.ends == [1])
+    bench.own("b")
+    # A retry of "a" would have come before the last of these.
+    for seq in range(2, 30):
+        bench.send("b", seq)
+        await bench.acked(seq)
+        await asyncio.sleep(0.0005)
+    assert bench.started("a") == [1]
+    assert bench.lanes.held == 0
+
+
+async def test_a_dead_letter_on_its_way_counts_after_the_release(bench: Bench) -> None:
+    bench.own("a")
+    bench.letters.open.clear()
+
+    async def handler(message: Message) -> None:
+        raise Reject("no")
+
+    bench.run_async(handler)
+    bench.send("a", 1, 2)
+    await bench.until(lambda: bench.letters.asked)
+    bench.own()
+    bench.letters.open.set()
+    await bench.acked(1)
+    assert bench.lanes.behind()["a"] == 2
+    assert bench.lanes.held == 0
+
+
+async def test_a_partition_that_comes_back_starts_at_its_position(bench: Bench) -> None:
+    bench.own("a", "b")
+    bench.run_async(nothing)
+    bench.send("a", 1, 2)
+    await bench.acked(1, 2)
+    bench.own("b")
+    bench.own("a", "b")
+    bench.send("a", 1, 2, 3)
+    await bench.acked(3)
+    assert bench.started("a") == [1, 2, 3]
+    assert bench.positions()["a"] == 4
+
+
+async def test_a_partition_that_comes_back_while_its_handler_still_runs_does_not_run_twice_at_once(
+    bench: Bench,
+) -> None:
+    doors = gates(1)
+    bench.own("a", "b")
+    bench.run_async(behind_gates(doors))
+    bench.send("a", 1, 2)
+    await bench.until(lambda: bench.started() == [1])
+    bench.own("b")
+    bench.own("a", "b")
+    bench.send("a", 1, 2)
+    bench.send("b", 3)
+    await bench.acked(3)
+    assert bench.most_at_once["a"] == 1, "two handlers of one partition at the same time"
+    assert bench.started("a") == [1]
+    doors[1].set()
+    await bench.acked(1, 2)
+    assert bench.started("a") == [1, 2]
+
+
+async def test_a_gained_partition_has_not_caught_up_before_its_messages_came(bench: Bench) -> None:
+    """The upkeep may look between the gain and the RESET that it asks for."""
+    bench.own("a")
+    bench.run_async(nothing)
+    bench.send("a", 1, 9)
+    await bench.acked(1, 9)
+    bench.own("a", "b")
+    bench.lanes.gain(TEMPLATE.partition("b"), 4)
+    bench.lanes.catch_up()
+    assert bench.lanes.behind() == {"b": 4}
+    assert bench.lanes.resume_at == 4
+    bench.send("b", 4)
+    bench.send("a", 9)
+    await bench.acked(4)
+    bench.lanes.catch_up()
+    assert bench.lanes.behind() == {}
+    assert bench.lanes.resume_at == 10
