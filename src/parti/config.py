@@ -41,11 +41,13 @@ from parti.setting_types import (
     strip_userinfo,
 )
 
-__all__ = ["Settings", "load_settings", "settings_reference", "strip_userinfo"]
+__all__ = ["Settings", "load_settings", "load_table", "settings_reference", "strip_userinfo"]
 
 DEFAULT_CONFIG_FILE = "parti.toml"
 ENV_PREFIX = "PARTI_"
 ENV_CONFIG_FILE = "PARTI_CONFIG"
+TABLES = ("pipeline",)
+"""Tables of the config file that have a schema of their own, where they are used."""
 
 _file_values: ContextVar[Mapping[str, object] | None] = ContextVar("parti_file_values", default=None)
 
@@ -56,7 +58,7 @@ _SECTIONS = {
     "fleet": "Fleet",
     "ordered": "Consumer and handlers",
     "pull_batch": "Pulling",
-    "progress_interval_s": "Progress and dead letters",
+    "progress_interval_s": "Progress, dead letters and ledger",
     "metrics_port": "Telemetry",
 }
 
@@ -219,6 +221,12 @@ class Settings(BaseSettings):
     """Stream that keeps messages whose handler gave up."""
     dead_letter_subject: Subject = "parti.dlq"
     """Subject that dead letters are published under."""
+    ledger: Literal["off", "sampled", "full"] = "off"
+    """Record finished messages in a ledger stream: none, one in `ledger_sample`, or all."""
+    ledger_sample: int = Field(default=100, ge=1, le=1_000_000)
+    """One in so many messages is recorded with `ledger=sampled`; all workers choose the same."""
+    ledger_stream: StreamName | None = None
+    """Stream that keeps the ledger; unset: `<stream>-ledger`."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
     """Port of `/metrics` and `/healthz`; 0 = any free one, unset = off."""
@@ -233,7 +241,12 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_relations(self) -> Settings:
-        problems = [*_connection_problems(self), *_system_problems(self), *_timing_problems(self)]
+        problems = [
+            *_connection_problems(self),
+            *_system_problems(self),
+            *_timing_problems(self),
+            *_ledger_problems(self),
+        ]
         if problems:
             raise _ContradictionError(problems)
         return self
@@ -287,7 +300,8 @@ class Settings(BaseSettings):
         values = _file_values.get()
         if values is None:
             values = _read_config_file(_config_path(None))
-        return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=dict(values))
+        own = {name: value for name, value in values.items() if name not in TABLES}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=own)
 
 
 def load_settings(
@@ -311,6 +325,18 @@ def load_settings(
         _file_values.reset(token)
     # Raised out here so that the ValidationError, which holds the values, is not chained to it.
     raise ConfigError(text)
+
+
+def load_table(name: str, *, config_file: Path | None = None) -> tuple[Mapping[str, object], str]:
+    """Return a table of the config file, such as `[pipeline]`, and where it came from; empty if there is none.
+
+    Whoever uses the table checks what is in it. Raises `ConfigError` for an unreadable file and for what is no table.
+    """
+    path = _config_path(config_file)
+    found = _read_config_file(path).get(name, {})
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name} (file {path}) must be a table: write its settings below a line [{name}]")
+    return found, f"file {path}" if path else f"no {DEFAULT_CONFIG_FILE} here"
 
 
 def _auth_methods(s: Settings) -> list[str]:
@@ -351,6 +377,14 @@ def _system_problems(s: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
             "takeover_on_disconnect needs the server's system events; set system_user and system_password, or "
             "system_credentials_file",
             ("takeover_on_disconnect",),
+        )
+
+
+def _ledger_problems(s: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if s.ledger_stream is not None and s.ledger_stream in {s.dead_letter_stream, f"KV_{s.bucket}"}:
+        yield (
+            f"ledger_stream={s.ledger_stream} holds dead letters or the bucket already; name another one",
+            ("ledger_stream", "dead_letter_stream", "bucket"),
         )
 
 
@@ -417,7 +451,7 @@ def _read_config_file(path: Path | None) -> Mapping[str, object]:
         raise ConfigError(f"config file {path} is not UTF-8 text; save it as TOML in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path} is not valid TOML: {str(error).splitlines()[0]}") from None
-    if unknown := [name for name in values if name not in Settings.model_fields]:
+    if unknown := [name for name in values if name not in Settings.model_fields and name not in TABLES]:
         raise ConfigError("; ".join(_unknown(name, f"file {path}") for name in unknown))
     return values
 

@@ -105,6 +105,12 @@ class PlannerMachine(RuleBasedStateMachine):
         self.fleet.join(worker, capacity=capacity, weight=weight)
         self.look_if(look)
 
+    @rule(worker=workers, capacity=capacities, look=st.booleans())
+    def visit(self, worker: str, capacity: int, look: bool) -> None:
+        """A guest, perhaps under an id that a worker had."""
+        self.fleet.join(worker, capacity=capacity, guest=True)
+        self.look_if(look)
+
     @precondition(lambda self: self.fleet.members)
     @rule(data=st.data(), how=st.sampled_from(["lose", "leave", "away", "rejoin", "drain"]), look=st.booleans())
     def change(self, data: st.DataObject, how: str, look: bool) -> None:
@@ -232,9 +238,14 @@ def takers(fleet: FleetModel) -> dict[str, Process]:
     return {w: p for w, p in fleet.members.items() if p.state == "active" and w not in fleet.orders.drained}
 
 
+def residents(fleet: FleetModel) -> dict[str, Process]:
+    """Workers that share what is not placed elsewhere."""
+    return {w: p for w, p in takers(fleet).items() if not p.guest}
+
+
 def check_settled(fleet: FleetModel) -> None:
     """Everything wanted is where it belongs, as far as there is room."""
-    active = takers(fleet)
+    active = residents(fleet)
     owned: dict[str, list[str]] = {w: [] for w in fleet.members}
     homeless = []
     for partition in fleet.wanted():
@@ -244,12 +255,14 @@ def check_settled(fleet: FleetModel) -> None:
             continue
         assert claim.incarnation == fleet.members[claim.owner].incarnation, f"never regranted: {partition}"
         owned[claim.owner].append(partition)
-        if claim.owner in active:
+        if claim.owner in takers(fleet):
             assert claim.state == "owned", f"{partition} moves for ever: {claim}"
     for partition in fleet.claims.keys() - set(fleet.wanted()):
         assert fleet.claims[partition].state == "free", f"{partition} is not wanted: {fleet.claims[partition]}"
     full = all(len(owned[w]) >= p.capacity for w, p in active.items())
-    elsewhere = [p for w in owned if w not in active for p in owned[w]]
+    guests = fleet.guests() & takers(fleet).keys()
+    elsewhere = [p for w in owned if w not in active for p in owned[w] if w not in guests]
+    elsewhere += [p for w in guests for p in owned[w] if fleet.orders.placed.get(p) != w]
     assert full or not homeless, f"nobody owns {homeless}, although there is room"
     assert full or not elsewhere, f"draining workers cannot get rid of {elsewhere}, although there is room"
     # A worker that came back with less capacity keeps what nobody else has room for.
@@ -270,7 +283,7 @@ def check_placed(fleet: FleetModel) -> None:
 
 def check_balanced(fleet: FleetModel, owned: dict[str, list[str]]) -> None:
     """With equal weights nobody could be given a partition by somebody who has clearly more."""
-    active = takers(fleet)
+    active = residents(fleet)
     if len({p.weight for p in active.values()}) != 1:
         return
     counts = {w: len(owned[w]) for w in active}
@@ -346,6 +359,38 @@ def test_a_rolling_restart_moves_nothing(clockwork: Clockwork, away_s: float, da
     assert not fleet.tally.begun
     assert {p: c.owner for p, c in fleet.claims.items()} == before
     check_settled(fleet)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    clockwork=settled_fleets(st.sampled_from(STRATEGY_NAMES)),
+    end=st.sampled_from(["unplace", "drain", "lose"]),
+    data=st.data(),
+)
+def test_a_guest_moves_what_is_placed_on_it_there_and_back_and_nothing_else(
+    clockwork: Clockwork, end: str, data: st.DataObject
+) -> None:
+    fleet = clockwork.fleet
+    before = {p: c.owner for p, c in fleet.claims.items()}
+    chosen = sorted(data.draw(st.sets(st.sampled_from(sorted(before))))) if before else []
+    fleet.join("replay-a", guest=True)
+    clockwork.look(prompt=True)
+    clockwork.advance(SETTLE_S, prompt=True)
+    fleet.order(placed=dict.fromkeys(chosen, "replay-a"))
+    clockwork.look(prompt=True)
+    clockwork.advance(SETTLE_S, prompt=True)
+    assert {p: c.owner for p, c in fleet.claims.items()} == before | dict.fromkeys(chosen, "replay-a")
+    if end == "unplace":
+        fleet.order(placed={})
+    else:
+        getattr(fleet, end)("replay-a")
+    clockwork.look(prompt=True)
+    clockwork.advance(SETTLE_S, prompt=True)
+    assert {p: c.owner for p, c in fleet.claims.items()} == before
+    there = [(p, before[p], "replay-a") for p in chosen]
+    back = [(p, "replay-a", before[p]) for p in chosen] if end != "lose" else []
+    assert sorted(fleet.tally.begun) == sorted(there + back)
+    assert {give.partition for give in fleet.tally.given if give.owner == "replay-a"} == set(chosen)
 
 
 # ── determinism ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -64,6 +64,8 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     """Instance id of its NATS micro service."""
     client: str = ""
     """`<server id>/<client id>` of its connection, by which system events name it."""
+    guest: bool = False
+    """It is here for a while, for partitions that are placed on it, and gets no others."""
     started_at: datetime
     ttl_seconds: float
 
@@ -134,6 +136,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     """Creation time of the stream that the position is in: sequences of a recreated stream mean nothing."""
     next: str = ""
     """Who gets it after a move."""
+    home: str = ""
+    """While a guest owns it: who had it before, and whose share it counts to."""
     awaits: int = 0
     """Version of an assignment that this step of a move waits for: of `next`, which tells it to get ready, while
     preparing; of the owner, which tells it to let go, while moving."""

@@ -359,6 +359,18 @@ class Metrics(Collector):
         add = self._add
         self.progress_writes = add(Counter("parti_progress_writes_total", "Writes of changed positions."))
         self.progress_failures = add(Counter("parti_progress_failures_total", "Such writes that failed."))
+        self.ledger_rows = add(Counter("parti_ledger_rows_total", "Rows that the ledger stream has stored."))
+        self.ledger_bytes = add(Counter("parti_ledger_bytes_total", "Bytes of their batches."))
+        self.ledger_failures = add(
+            Counter("parti_ledger_failures_total", "Batches that the ledger stream did not take; tried again.")
+        )
+        self.ledger_duration = add(
+            Histogram(
+                "parti_ledger_flush_seconds",
+                "Time from the end of a ledger batch until it is stored.",
+                _UPDATE_BOUNDS_S,
+            )
+        )
         self.connection_state = add(
             StateGauge(
                 "parti_connection_state",

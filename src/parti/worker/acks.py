@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from parti.jetstream.wire import Wire
 from parti.telemetry.metrics import Metrics
+
+
+class Acks(Protocol):
+    """What is said to the server of a message."""
+
+    def ack(self, reply: bytes) -> None:
+        """Acknowledge a message: it is finished."""
+
+    def in_progress(self, reply: bytes) -> None:
+        """Tell the server that a message is still being worked on."""
+
+    def give_back(self, reply: bytes, delay_s: float) -> None:
+        """Ask the server to deliver a message again after a delay."""
 
 
 class AckWriter:
@@ -29,6 +43,12 @@ class AckWriter:
         if not self._finished:
             self._loop.call_soon(self.flush)
         self._finished.append(reply)
+
+    def ack_all(self, replies: list[bytes]) -> None:
+        """Acknowledge many messages."""
+        if replies and not self._finished:
+            self._loop.call_soon(self.flush)
+        self._finished += replies
 
     def in_progress(self, reply: bytes) -> None:
         """Tell the server that a message is still being worked on."""

@@ -32,7 +32,7 @@ from parti.core.consumer_config import ConsumerTuning, build_config, consumer_na
 from parti.core.filters import FilterDiff, FilterSet, build_filters, diff_filters
 from parti.core.progress import Progress, summarise
 from parti.core.retention import INTEREST, retention_named
-from parti.errors import ApiError, ConfigError, LeaseLost, NotFound, PartiError, SubjectMismatch
+from parti.errors import ApiError, ConfigError, LeaseLost, NotFound, PartiError, RequestTimeout, SubjectMismatch
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
 from parti.jetstream.pull import PullEngine, PullTuning
@@ -72,6 +72,8 @@ class ConsumerPorts:
     """Tells which of these partitions are carried by the consumer of their owner."""
     stateful: StatefulPartitions | None = None
     """Partitions have a state, which is restored before they begin and saved when they end."""
+    durable: Callable[[], Awaitable[bool]] | None = None
+    """Asked before the consumer is set back, which acknowledges: whether all that has to be stored before is."""
 
 
 class WorkerConsumer:
@@ -492,6 +494,8 @@ class WorkerConsumer:
             await self._mistrust(info)
         oldest = await self._gain(gained)
         target = min(lanes.resume_at, oldest or lanes.resume_at)
+        if self._ports.durable and not await self._ports.durable():
+            raise RequestTimeout(f"consumer {self._name!r} waits for the ledger, which does not take rows at present")
         if info is None:
             if self._existed:
                 self._ports.metrics.recreated.inc()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 
 import structlog
 
+from parti.core.dead_letter import dead_letter_subject, write_letter
 from parti.errors import ConfigError
 from parti.jetstream.api import JetStreamApi
 from parti.model.message import Message
@@ -15,8 +15,6 @@ from parti.telemetry.health import Health
 
 _log = structlog.get_logger("parti.deadletters")
 _RETRY_MIN_S, _RETRY_MAX_S = 0.2, 5.0
-_HEADER_ROOM = 1024
-_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _SIGNAL = "dead-letters"
 
 
@@ -65,13 +63,11 @@ class DeadLetterStream:
 
     async def send(self, message: Message, reason: str) -> None:
         """Store the message as a dead letter; returns only when the server has it."""
-        headers, payload = self._letter(message, reason)
+        headers, payload = write_letter(message, reason, max_payload=self._max_payload, omit_large=self._omit_large)
         delay = _RETRY_MIN_S
         while True:
             try:
-                await self._api.publish(
-                    f"{self._subject}.{message.stream}.{message.subject}", payload, headers=headers
-                )
+                await self._api.publish(dead_letter_subject(self._subject, message), payload, headers=headers)
                 self._health.clear(_SIGNAL)
                 return
             except Exception as error:  # whatever it is, the lane must not be left behind
@@ -79,27 +75,3 @@ class DeadLetterStream:
                 _log.error("dead letter not stored, will try again", seq=message.seq, error=str(error), delay_s=delay)
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             delay = min(delay * 2, _RETRY_MAX_S)
-
-    def _letter(self, message: Message, reason: str) -> tuple[dict[str, str], bytes]:
-        # Headers that steer the server (ids, expectations, TTL) belonged to the first publish.
-        headers = {
-            k: v
-            for k, v in message.headers.items()
-            if _HEADER_NAME.fullmatch(k) and not k.lower().startswith("nats-")
-        }
-        headers |= {
-            "Nats-Msg-Id": f"{message.stream}:{message.seq}:{message.published_at.timestamp():.6f}",
-            "Parti-Stream": message.stream,
-            "Parti-Sequence": str(message.seq),
-            "Parti-Subject": message.subject,
-            "Parti-Partition": message.partition.id,
-            "Parti-Error": " ".join(reason.split()),
-            "Parti-Attempts": str(message.attempt),
-            "Parti-Worker": message.worker_id,
-            "Parti-Published": message.published_at.isoformat(),
-        }
-        size = sum(len(k.encode()) + len(v.encode()) + 4 for k, v in headers.items())
-        if self._omit_large and size + len(message.data) + _HEADER_ROOM > self._max_payload:
-            headers["Parti-Payload"] = f"left out: {len(message.data)} bytes, still in the origin stream"
-            return headers, b""
-        return headers, message.data

@@ -23,7 +23,7 @@ from parti.model.message import Message, Ownership
 from parti.model.partition import Partition, Template
 from parti.model.subjects import covers
 from parti.telemetry.metrics import Metrics
-from parti.worker.acks import AckWriter
+from parti.worker.acks import Acks
 
 _log = structlog.get_logger("parti.lanes")
 _EVICT_ABOVE = 10_000
@@ -54,7 +54,7 @@ class Lanes:
         stream: str,
         worker_id: str,
         policy: RetryPolicy,
-        acks: AckWriter,
+        acks: Acks,
         dead_letters: DeadLetters,
         metrics: Metrics,
         each_subject: bool = False,
@@ -93,7 +93,7 @@ class Lanes:
         self._worker_id = worker_id
         self._policy = policy
         self._acks = acks
-        self._ack = acks.ack
+        self._ack: Callable[[bytes], None] = acks.ack
         self._dead_letters = dead_letters
         self._metrics = metrics
         self._each_subject = each_subject
@@ -483,10 +483,18 @@ class Lanes:
 
     # ── outcomes ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def settle(self, lane: Lane, more: bool = False, message: Message | None = None) -> None:
+    def settle(
+        self,
+        lane: Lane,
+        more: bool = False,
+        message: Message | None = None,
+        started_s: float = 0.0,
+        finished_s: float = 0.0,
+    ) -> None:
         """A message is finished (the head, if none is named): acknowledge it and let the lane go on.
 
-        `more`: the runner that reports goes on with this lane by itself.
+        `more`: the runner that reports goes on with this lane by itself. The times (`time.perf_counter`) are for
+        lanes that record them; a runner that goes on before it reports has to name them.
         """
         message = lane.finish(message)
         self.finished += 1
@@ -607,8 +615,11 @@ class Lanes:
         await self._dead_letters.send(message, reason)
         self._metrics.dead_letters.inc()
         _log.error("message dead-lettered", reason=reason, **log_fields(message))
-        self.settle(lane, message=message)
+        self._settle_buried(lane, message)
         self.on_ready()
+
+    def _settle_buried(self, lane: Lane, message: Message) -> None:
+        self.settle(lane, message=message)
 
     def fed(self, lane: Lane) -> None:
         """A parked lane got messages from the stream."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -44,6 +44,8 @@ class ProgressKeeper:
     ) -> None:
         self.closed = False
         """From now on the record says that the worker stopped in good order."""
+        self.durable: Callable[[], Awaitable[bool]] | None = None
+        """Asked before positions are stored: whether all that has to be stored before them is."""
         self._store = store
         self._incarnation = incarnation
         self._key = f"progress.{worker_id}"
@@ -106,6 +108,8 @@ class ProgressKeeper:
         progress = msgspec.structs.replace(summarise(self._writer), incarnation=self._incarnation, closed=self.closed)
         if progress == self._written:
             return True
+        if self.durable and not await self.durable():
+            return False
         try:
             self._revision = await self._store.put(self._key, encode_progress(progress), revision=self._revision)
         except WrongRevision:

@@ -29,8 +29,10 @@ from parti.worker.caution import Caution
 from parti.worker.consumer import ConsumerPorts, WorkerConsumer
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.lanes import Lanes
+from parti.worker.ledger import Ledger
 from parti.worker.parking import Parking
 from parti.worker.progress import ProgressKeeper, ProgressStore
+from parti.worker.recording import RecordingLanes, RecordingUnorderedLanes
 from parti.worker.runners import Handler, make_runners
 from parti.worker.starts import Granted
 from parti.worker.state import StatefulHandler, StateKeeper
@@ -95,16 +97,8 @@ class Reader:
         self._counted = (0, time.perf_counter())
         self._rate = 0.0
         self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
-        self._lanes = (Lanes if settings.ordered else UnorderedLanes)(
-            template=ports.template,
-            stream=ports.stream.name,
-            worker_id=settings.worker_id,
-            policy=RetryPolicy(settings.attempts, settings.backoff_s),
-            acks=self._acks,
-            dead_letters=ports.dead_letters,
-            metrics=ports.metrics,
-            each_subject=each_subject,
-        )
+        self._ledger = self._make_ledger()
+        self._lanes = self._make_lanes()
         self._caution = Caution(self._lanes, self.store_progress, limit=settings.crash_limit)
         self._stateful: StatefulPartitions | None = None
         if ports.states and pointers:
@@ -118,10 +112,43 @@ class Reader:
                 stream_created=self._stream_created,
                 checkpoint_interval_s=settings.checkpoint_interval_s,
             )
+        if self._ledger:
+            self._progress.durable = self._ledger.durable
+            if self._stateful:
+                self._stateful.durable = self._ledger.durable
         self._runners = make_runners(
             self._lanes, ports.handler, timeout_s=settings.handler_timeout_s, threads=settings.handler_threads
         )
         self._stop_listening = ports.wire.on_chunk(self._runners.kick)
+
+    def _make_ledger(self) -> Ledger | None:
+        ports, settings = self._ports, self.settings
+        if settings.ledger == "off":
+            return None
+        return Ledger(
+            ports.api,
+            self._acks,
+            ports.metrics,
+            ports.health,
+            settings,
+            stream=ports.stream.name,
+            max_payload=ports.connection.max_payload,
+        )
+
+    def _make_lanes(self) -> Lanes:
+        ports, settings = self._ports, self.settings
+        options: dict[str, Any] = {
+            "template": ports.template,
+            "stream": ports.stream.name,
+            "worker_id": settings.worker_id,
+            "policy": RetryPolicy(settings.attempts, settings.backoff_s),
+            "dead_letters": ports.dead_letters,
+            "metrics": ports.metrics,
+            "each_subject": self._each_subject,
+        }
+        if self._ledger:
+            return (RecordingLanes if settings.ordered else RecordingUnorderedLanes)(ledger=self._ledger, **options)
+        return (Lanes if settings.ordered else UnorderedLanes)(acks=self._acks, **options)
 
     @property
     def consumer_name(self) -> str:
@@ -167,6 +194,7 @@ class Reader:
                 self._on_new_stream,
                 self._safe_elsewhere,
                 self._stateful,
+                self._ledger.durable if self._ledger else None,
             ),
             settings,
             ports.template,
@@ -177,6 +205,8 @@ class Reader:
         if granted:
             self._take(consumer, granted)
         self._consumer = consumer
+        if self._ledger:
+            self._ledger.open(stream.created)
         self._connect_probes(consumer)
         try:
             if settings.ordered and ports.stream.retention == "limits":
@@ -235,6 +265,8 @@ class Reader:
     def _on_new_stream(self, stream: StreamInfo) -> None:
         if self._backlog:
             self._backlog.follow(stream)
+        if self._ledger:
+            self._ledger.start_over(stream.created)
 
     def permit(self, until_s: float) -> None:
         """Allow handlers to be started until then (`time.perf_counter`); without permission nothing is pulled.
@@ -298,7 +330,13 @@ class Reader:
         if self._consumer and store:
             self._acks.flush()
             self._progress.closed = drain and clean
+            if self._ledger:
+                await self._ledger.durable(self.settings.drain_timeout_s)
             clean = await self.store_progress() and clean
+        if self._ledger:
+            # Last of all: a chain that is closed says that nothing of it is handled again.
+            await self._ledger.close(closed=store and drain and clean)
+            self._acks.flush()
         return clean
 
     async def _settle_dead_letters(self) -> None:

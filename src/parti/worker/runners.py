@@ -28,8 +28,9 @@ AsyncHandler: TypeAlias = Callable[[Message], Awaitable[Any]]
 PlainHandler: TypeAlias = Callable[[Message], Any]
 Handler: TypeAlias = AsyncHandler | PlainHandler
 
-_Outcome: TypeAlias = tuple[Lane, Message | None, float, BaseException | None, bool]
-"""Lane, message (None: nothing was started, the permission had ended), seconds, error, whether the thread is done."""
+_Outcome: TypeAlias = tuple[Lane, Message | None, float, float, BaseException | None, bool]
+"""Lane, message (None: nothing was started, the permission had ended), start and end, error, whether the thread is
+done."""
 
 _SLICE = 256
 """Messages handled before the event loop gets its turn."""
@@ -281,7 +282,7 @@ class ThreadRunners:
         for message in batch:
             started = lane.started_s = time.perf_counter()
             if started >= self._lanes.permitted_until_s:
-                self._post((lane, None, 0.0, None, True))
+                self._post((lane, None, 0.0, 0.0, None, True))
                 return
             error: BaseException | None = None
             try:
@@ -293,7 +294,7 @@ class ThreadRunners:
             except BaseException as raised:  # a thread has nobody else to tell, not even of SystemExit
                 error = raised
             stop = error is not None or message is batch[-1] or self._lanes.draining or lane.phase is Phase.CLOSED
-            self._post((lane, message, time.perf_counter() - started, error, stop))
+            self._post((lane, message, started, time.perf_counter(), error, stop))
             if stop:
                 return
 
@@ -317,17 +318,17 @@ class ThreadRunners:
             if outcome is None:
                 self._idle += 1
                 continue
-            lane, message, elapsed_s, error, last = outcome
+            lane, message, started_s, finished_s, error, last = outcome
             if last:
                 with lanes.lock:
                     self._running -= 1
             if message is None:
                 lanes.put_back(lane)
             elif error is not None:
-                lanes.failed(lane, error, elapsed_s, message)
+                lanes.failed(lane, error, finished_s - started_s, message)
             else:
-                lanes.observe_latency(elapsed_s)
-                lanes.settle(lane, not last, message)
+                lanes.observe_latency(finished_s - started_s)
+                lanes.settle(lane, not last, message, started_s, finished_s)
         if self._drained and not self._busy() and not self._drained.done():
             self._drained.set_result(None)
         self.kick()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from weakref import WeakValueDictionary
 
 import structlog
 
-from parti.errors import PartiError, StateFenced
+from parti.errors import PartiError, StateFenced, StateUnavailable
 from parti.model.partition import Partition
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
@@ -47,6 +47,8 @@ class StatefulPartitions:
     ) -> None:
         self.on_saved: Callable[[], None] = lambda: None
         """Called when the state of a partition that was let go has been saved, or could not be."""
+        self.durable: Callable[[], Awaitable[bool]] | None = None
+        """Asked before a state is saved: whether all that has to be stored before its position is."""
         self._keeper = keeper
         self._lanes = lanes
         self._metrics = metrics
@@ -206,6 +208,8 @@ class StatefulPartitions:
             return True
         started_s = time.monotonic()
         try:
+            if self.durable and not await self.durable():
+                raise StateUnavailable("the ledger, which comes before it, does not take rows at present")
             size = await self._keep(partition, position)
         except StateFenced as error:
             _log.warning("state not saved", partition=partition.id, error=str(error))

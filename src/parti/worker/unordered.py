@@ -63,7 +63,14 @@ class UnorderedLanes(Lanes):
         self._attempts[message.seq] = message.attempt
         self.held -= 1
 
-    def settle(self, lane: Lane, more: bool = False, message: Message | None = None) -> None:
+    def settle(
+        self,
+        lane: Lane,
+        more: bool = False,
+        message: Message | None = None,
+        started_s: float = 0.0,
+        finished_s: float = 0.0,
+    ) -> None:
         """The message is finished."""
         seq = lane.waiting[0].seq
         self._in_hand.pop(seq, None)
