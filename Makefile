@@ -9,7 +9,7 @@ EXTRAS := embedded spark console otel
 JOBS   ?= 3
 
 .PHONY: help demo test test-slow lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-scale \
-	bench-coordination bench-backfill bench-state soak sim chaos requirements clean
+	bench-coordination bench-backfill bench-state bench-replay bench-ledger bench-spark-sink bench-sink-kills soak sim chaos requirements clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -67,6 +67,18 @@ bench-backfill: $(VENV)/.stamp-dev ## three ways to read what a partition has ga
 
 bench-state: $(VENV)/.stamp-dev ## how fast the state of a partition travels from one owner to the next
 	@$(BIN)/python -m benchmarks.state_transfer $(BENCH_ARGS)
+
+bench-ledger: $(VENV)/.stamp-dev ## what the ledger costs a worker: off, sampled, full
+	@$(BIN)/python -m benchmarks.bench_ledger $(BENCH_ARGS)
+
+bench-replay: $(VENV)/.stamp-dev ## a million messages handed to Spark and back while workers go on, against the workers
+	@$(BIN)/python -m benchmarks.bench_replay $(BENCH_ARGS)
+
+bench-spark-sink: $(VENV)/.stamp-dev ## how fast Spark publishes, against the bare publisher and nats-py
+	@$(BIN)/python -m benchmarks.bench_spark_sink $(BENCH_ARGS)
+
+bench-sink-kills: $(VENV)/.stamp-dev ## kill a publishing Spark query ten times in the middle of a batch
+	@$(BIN)/python -m benchmarks.sink_kills $(BENCH_ARGS)
 
 soak: $(VENV)/.stamp-dev ## five minutes at full rate: does memory stay flat?
 	@$(BIN)/python -m benchmarks.soak_worker $(BENCH_ARGS)

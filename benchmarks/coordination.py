@@ -35,8 +35,8 @@ from benchmarks.control_plane import (
 )
 from benchmarks.fleet import Observer, Place, observing
 from benchmarks.fleet_processes import Processes, create_stream, worker_processes
-from benchmarks.report import RESULTS, write_result
-from benchmarks.verdicts import Verdict, announce
+from benchmarks.report import RESULTS
+from benchmarks.verdicts import Verdict, conclude
 from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
@@ -334,16 +334,10 @@ def main() -> int:
     configure_logging("error", "console")
     timings = asyncio.run(measure(options))
     show(timings)
-    verdicts = judge(timings)
-    passed = announce(verdicts, console)
-    result = {
-        "settings": {k: v for k, v in vars(options).items() if k != "results"},
-        "passed": passed,
-        "verdicts": [asdict(verdict) for verdict in verdicts],
+    figures = {
         "timings": [asdict(timing) for timing in timings.values()],
     }
-    console.print(f"written to {write_result('coordination', result, options.results)}", soft_wrap=True)
-    return 0 if passed else 1
+    return conclude("coordination", options, judge(timings), figures, console)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from benchmarks.audit import MSG_ID, Findings, Handled, audit, read_back
 from benchmarks.fleet import Movement, Observer, Place, observing, shares
 from benchmarks.fleet_hosts import Costs, Hosts
 from benchmarks.fleet_processes import create_stream
-from benchmarks.report import RESULTS, write_result
-from benchmarks.verdicts import Verdict, announce
+from benchmarks.report import RESULTS
+from benchmarks.verdicts import Verdict, conclude
 from rich.console import Console
 from rich.table import Table
 
@@ -344,19 +344,13 @@ def main() -> int:
     configure_logging("error", "console")
     outcome = asyncio.run(measure(options))
     show(outcome)
-    verdicts = judge(outcome)
-    passed = announce(verdicts, console)
-    result = {
-        "settings": {k: v for k, v in vars(options).items() if k != "results"},
-        "passed": passed,
-        "verdicts": [asdict(verdict) for verdict in verdicts],
+    figures = {
         "up_and_down_s": round(outcome.up_and_down_s, 2),
         "messages": outcome.messages,
         **asdict(outcome.findings),
         "phases": [asdict(phase) for phase in outcome.phases],
     }
-    console.print(f"written to {write_result('fleet_scale', result, options.results)}", soft_wrap=True)
-    return 0 if passed else 1
+    return conclude("fleet_scale", options, judge(outcome), figures, console)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from typing import Any
 
 from benchmarks.fleet import Movement, Observer, Place, observing, shares
 from benchmarks.fleet_processes import Processes, create_stream, worker_processes
-from benchmarks.report import RESULTS, write_result
-from benchmarks.verdicts import Verdict, announce
+from benchmarks.report import RESULTS
+from benchmarks.verdicts import Verdict, conclude
 from rich.console import Console
 from rich.table import Table
 
@@ -314,19 +314,13 @@ def main() -> int:
                 steps += done
                 complaints += said
     show(steps)
-    verdicts = judge(steps)
     for text, times in complaints.most_common(10):
         console.print(f"logged {times} x: {text}", style="dim", highlight=False)
-    passed = announce(verdicts, console)
-    result = {
-        "settings": {k: v for k, v in vars(options).items() if k != "results"},
-        "passed": passed,
-        "verdicts": [asdict(verdict) for verdict in verdicts],
+    figures = {
         "complaints": dict(complaints.most_common(20)),
         "steps": [{**asdict(step), "excess": round(step.excess, 4)} for step in steps],
     }
-    console.print(f"written to {write_result('fleet_steps', result, options.results)}", soft_wrap=True)
-    return 0 if passed else 1
+    return conclude("fleet_steps", options, judge(steps), figures, console)
 
 
 if __name__ == "__main__":

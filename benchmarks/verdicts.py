@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from benchmarks.report import write_result
 from rich.console import Console
 
 
@@ -17,9 +20,19 @@ class Verdict:
     passed: bool
 
 
-def announce(verdicts: Sequence[Verdict], console: Console) -> bool:
-    """Print a line for each; returns whether all of them passed."""
+def conclude(
+    name: str, options: argparse.Namespace, verdicts: Sequence[Verdict], figures: Mapping[str, Any], console: Console
+) -> int:
+    """Print a line for each verdict and write the result with its figures; returns the exit code."""
     for verdict in verdicts:
         word = "ok" if verdict.passed else "NOT MET"
         console.print(f"{verdict.what}: {verdict.figure}: {word}", style="green" if verdict.passed else "red")
-    return all(verdict.passed for verdict in verdicts)
+    passed = all(verdict.passed for verdict in verdicts)
+    result = {
+        "settings": {k: v for k, v in vars(options).items() if k != "results"},
+        "passed": passed,
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        **figures,
+    }
+    console.print(f"written to {write_result(name, result, options.results)}", soft_wrap=True)
+    return 0 if passed else 1

@@ -23,6 +23,7 @@ PartiError
  ├── SourceFailed            the list of partitions could not be read
  ├── LedgerCorrupt           a message of a ledger stream is no batch of rows
  ├── DataLost                messages that were to be read are gone from the stream
+ ├── ReplayFailed            a replay ended before its bound; what it had finished stays finished
  ├── PipelineFailed          a step of the pipeline ended with an error after it had begun
  ├── ServerTooOld            the server lacks a feature that parti needs
  └── EmbeddedServerError     the nats-server child process did not start or stop
@@ -193,6 +194,10 @@ class DataLost(PartiError):
     """Messages that were to be read are gone from the stream: purged, deleted or expired."""
 
     fatal = True
+
+
+class ReplayFailed(PartiError):
+    """A replay ended before its bound; what it had finished stays so, and the same command goes on from there."""
 
 
 class PipelineFailed(PartiError):

@@ -26,6 +26,7 @@ from parti.core.fleet_view import (
     Policy,
     Release,
 )
+from parti.core.guests import home_after
 from parti.core.planner import Planner
 from parti.model.fleet import Claim, HealthRecord, MemberState, Orders
 from parti.strategies import Strategy
@@ -41,6 +42,7 @@ class Process:
     state: MemberState = "active"
     capacity: int = 500
     weight: float = 1.0
+    guest: bool = False
     handles: set[str] = field(default_factory=set)
     carries: set[str] = field(default_factory=set)
     """What its consumer has taken up: its own partitions and those that it is to get."""
@@ -105,10 +107,10 @@ class FleetModel:
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def join(self, worker: str, *, capacity: int = 500, weight: float = 1.0) -> None:
+    def join(self, worker: str, *, capacity: int = 500, weight: float = 1.0, guest: bool = False) -> None:
         """A process takes the id, whoever held it before, and begins to pull; also a restart."""
         self._incarnations += 1
-        self.members[worker] = Process(self._incarnations, capacity=capacity, weight=weight)
+        self.members[worker] = Process(self._incarnations, capacity=capacity, weight=weight, guest=guest)
         self.health[worker] = HealthRecord(incarnation=self._incarnations, pulling=True, at=EPOCH)
         self.left.discard(worker)
 
@@ -132,7 +134,7 @@ class FleetModel:
         if before is None:
             self.join(worker)
         else:
-            self.join(worker, capacity=before.capacity, weight=before.weight)
+            self.join(worker, capacity=before.capacity, weight=before.weight, guest=before.guest)
 
     def drain(self, worker: str) -> None:
         """It wants to give everything away."""
@@ -187,7 +189,7 @@ class FleetModel:
     def view(self) -> FleetView:
         """What the rebalancer sees now."""
         members = {
-            worker: MemberView(p.seen_incarnation, p.state, p.capacity, p.weight)
+            worker: MemberView(p.seen_incarnation, p.state, p.capacity, p.weight, p.guest)
             for worker, p in self.members.items()
         }
         return FleetView(
@@ -231,7 +233,8 @@ class FleetModel:
                 before = self.claims.get(partition)
                 assert before is None or before.fence_token < self._fence
                 process = self.members[owner]
-                self.claims[partition] = _claim(owner, process.seen_incarnation, self._fence, reason)
+                home = home_after(before, owner, self.guests())
+                self.claims[partition] = _claim(owner, process.seen_incarnation, self._fence, reason, home)
                 if process.seen_incarnation == process.incarnation:
                     process.handles.add(partition)
                 self.tally.given.append(command)
@@ -315,6 +318,8 @@ class FleetModel:
         assert give.partition in self.wanted(), f"not wanted: {give}"
         assert give.owner in view.members, f"not a member: {give}"
         claim = view.claims.get(give.partition)
+        if give.owner in self.guests() and not (claim and give.owner in {claim.owner, claim.next}):
+            assert self.orders.placed.get(give.partition) == give.owner, f"a guest gets what is not placed: {give}"
         if claim is None or claim.state == "free":
             self._check_takes(give.owner, give)
             return
@@ -339,7 +344,10 @@ class FleetModel:
             assert begin.next != claim.owner, f"moves nowhere: {begin}"
             self._check_takes(begin.next, begin)
             assert self.members[begin.next].pulls, f"does not pull: {begin}"
-            held = self.orders.hold_moves and view.members[claim.owner].state == "active"
+            if begin.next in self.guests():
+                assert self.orders.placed.get(begin.partition) == begin.next, f"not placed on a guest: {begin}"
+            owner = view.members[claim.owner]
+            held = self.orders.hold_moves and owner.state == "active" and not owner.guest
             assert not held or claim.owner in self.orders.drained, f"moves are paused: {begin}"
         else:
             assert claim.state in {"owned", "preparing"}, f"was told already: {begin}"
@@ -382,6 +390,10 @@ class FleetModel:
         """The partitions that somebody is to handle."""
         return [p for p in self.partitions if p not in self.orders.paused]
 
+    def guests(self) -> set[str]:
+        """Members that get nothing but what is placed on them."""
+        return {worker for worker, process in self.members.items() if process.guest}
+
     def owners(self) -> dict[str, list[str]]:
         """The partitions of each owner; those that nobody owns under an empty name."""
         found: dict[str, list[str]] = {}
@@ -391,7 +403,7 @@ class FleetModel:
         return found
 
 
-def _claim(owner: str, incarnation: int, fence_token: int, reason: str) -> Claim:
+def _claim(owner: str, incarnation: int, fence_token: int, reason: str, home: str) -> Claim:
     return Claim(
         owner=owner,
         incarnation=incarnation,
@@ -400,4 +412,5 @@ def _claim(owner: str, incarnation: int, fence_token: int, reason: str) -> Claim
         ttl_seconds=6.0,
         term=1,
         reason=reason,
+        home=home,
     )

@@ -15,6 +15,7 @@ each change of the fleet's state or its reason. `at 5.0 unnoticed …` is an eve
 one. Events:
 
     join W… [capacity=N] [weight=X]   these joined
+    visit W…                          these joined as guests
     leave W…, lose W…                 stopped and said so; the lease ended
     away W…, rejoin W…                stopped, to be back under the same id; a new process has the id
     drain W…                          wants to give everything away
@@ -316,6 +317,7 @@ _OF_WORKERS: dict[str, Callable[[FleetModel, str, dict[str, str]], None]] = {
     "join": lambda fleet, worker, options: fleet.join(
         worker, capacity=int(options.get("capacity", 500)), weight=float(options.get("weight", 1))
     ),
+    "visit": lambda fleet, worker, options: fleet.join(worker, guest=True),
     "rejoin": lambda fleet, worker, options: fleet.rejoin(worker),
     "leave": lambda fleet, worker, options: fleet.leave(worker),
     "lose": lambda fleet, worker, options: fleet.lose(worker),

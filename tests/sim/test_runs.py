@@ -42,6 +42,13 @@ def test_a_planted_bug_is_found(bug: str) -> None:
     assert run_seeds([seed]).failures == []
 
 
+def test_what_was_lost_with_the_last_fault_may_take_as_long_as_the_server_takes_to_deliver_it_again() -> None:
+    scenario = make_scenario(40188, retention="interest")
+    assert scenario.liveness_s > scenario.timing.ack_wait_s == 30.0
+    tally = run_seeds([scenario.seed], retention=scenario.retention)
+    assert tally.failures == []
+
+
 def test_a_seed_is_always_the_same_run() -> None:
     seeds = (3, 8, 9)
     here = [run_verbosely(seed).digest for seed in seeds]

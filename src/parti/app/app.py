@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from parti.app.worker import Job, Worker
-from parti.config import load_settings
+from parti.config import Settings, load_settings
 from parti.coordination.hooks import AssignmentHook, ErrorHook, Hooks, StateHook
 from parti.coordination.sources import SourceLike, as_source
 from parti.errors import ConfigError, HandlerMissing
@@ -90,15 +90,18 @@ class App:
 
         Raises `HandlerMissing` or `ConfigError` before anything is touched.
         """
+        settings, job = self.job(**overrides)
+        return Worker(settings, job, self.hooks)
+
+    def job(self, **overrides: Any) -> tuple[Settings, Job]:
+        """What there is to do, and with which settings; raises as `worker` does."""
         if self._handler is None:
             raise HandlerMissing("the app has no handler; decorate a function that takes a message with @app.handler")
         given = {k: v for k, v in overrides.items() if v is not None}
         settings = load_settings({**self.overrides, **given})
         source = None if self._every_subject and not settings.fleet else self.source
         strategy = self.strategy or strategy_named(settings.strategy)
-        return Worker(
-            settings, Job(self.stream, self.template, source, self._handler, strategy, self.weights), self.hooks
-        )
+        return settings, Job(self.stream, self.template, source, self._handler, strategy, self.weights)
 
     @asynccontextmanager
     async def running(self, **overrides: Any) -> AsyncIterator[Worker]:

@@ -33,6 +33,7 @@ from parti.telemetry.http import MetricsServer
 from parti.telemetry.metrics import Metrics
 from parti.version import __version__
 from parti.worker.deadletters import DeadLetterStream
+from parti.worker.ledger import ensure_ledger_stream
 from parti.worker.reader import Reader, ReaderPorts
 from parti.worker.runners import Handler
 from parti.worker.state import is_stateful
@@ -102,14 +103,14 @@ class Worker:
         connection.on_state(self._on_state)
         connection.on_permission_denied(self._on_denied)
         self.metrics.connection_state.set(connection.state.value)
-        _check_version(connection)
+        check_version(connection)
         api = JetStreamApi(connection)
         await api.account_info()
         if isinstance(job.source, Mapped):
             stream = await ensure_mapped_stream(api, job.stream, job.source.mapping, replicas=settings.replicas)
         else:
-            stream = await _find_stream(api, job.stream)
-        _check_template(job, stream)
+            stream = await find_stream(api, job.stream)
+        check_template(job, stream)
         _check_retention(job, settings, stream)
         bucket = await Bucket.open(api, settings.bucket, replicas=settings.replicas)
         partitions = await self._check_partitions(api, bucket, stream)
@@ -122,6 +123,8 @@ class Worker:
             max_payload=connection.max_payload,
             omit_large=stream.retention == "limits",
         )
+        if settings.ledger != "off":
+            await ensure_ledger_stream(api, settings, job.stream)
         states = None
         if is_stateful(job.handler):
             _check_stateful(job, settings, stream)
@@ -357,14 +360,16 @@ def _check_stateful(job: Job, settings: Settings, stream: StreamInfo) -> None:
         )
 
 
-def _check_version(connection: Connection) -> None:
+def check_version(connection: Connection) -> None:
+    """Refuse a server that lacks what parti needs."""
     if connection.server_version < MIN_SERVER_VERSION:
         found = ".".join(map(str, connection.server_version))
         need = ".".join(map(str, MIN_SERVER_VERSION))
         raise ServerTooOld(f"the server is nats-server {found}, but parti needs {need} or newer; upgrade the server")
 
 
-async def _find_stream(api: JetStreamApi, name: str) -> StreamInfo:
+async def find_stream(api: JetStreamApi, name: str) -> StreamInfo:
+    """The stream; raises `StreamNotFound` with the names of those that there are."""
     try:
         return await api.stream_info(name)
     except NotFound:
@@ -373,7 +378,8 @@ async def _find_stream(api: JetStreamApi, name: str) -> StreamInfo:
         raise StreamNotFound(f"stream {name!r} does not exist; {known}; create it or correct the name") from None
 
 
-def _check_template(job: Job, stream: StreamInfo) -> None:
+def check_template(job: Job, stream: StreamInfo) -> None:
+    """Refuse a template whose subjects the stream does not take."""
     template, stored = job.template, stream.stored_subjects
     partly = any(overlap(template.pattern, s) for s in stored)
     listed = job.source is not None and not isinstance(job.source, Discovered)

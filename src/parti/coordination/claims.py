@@ -71,8 +71,8 @@ class ClaimStore:
         self._fence += 1
         return self._fence
 
-    def given(self, owner: str, incarnation: int, estate: Estate, *, reason: str) -> Claim:
-        """The claim that makes somebody the owner of what the last one left behind."""
+    def given(self, owner: str, incarnation: int, estate: Estate, *, reason: str, home: str = "") -> Claim:
+        """The claim that makes somebody the owner of what the last one left behind; `home`: who lends it to a guest."""
         return Claim(
             owner=owner,
             incarnation=incarnation,
@@ -86,6 +86,7 @@ class ClaimStore:
             deaths=estate.deaths,
             term=self._office.term,
             reason=reason,
+            home=home,
         )
 
     def changed(self, partition: str, **changes: object) -> Claim:
@@ -126,7 +127,7 @@ class ClaimStore:
         """Let nobody own the partition, if this worker does; its position is kept."""
         found = self.claims.get(partition)
         if found and found.owner == worker_id:
-            await self.write({partition: self.changed(partition, owner="", state="free", next="")})
+            await self.write({partition: self.changed(partition, owner="", state="free", next="", home="")})
 
     async def is_owner(self, partition: str, worker_id: str) -> bool:
         """Whether this worker owns the partition, by the leader's answer."""

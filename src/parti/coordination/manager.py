@@ -56,12 +56,16 @@ _RETRY_S = 0.5
 class Manager:
     """Takes part in the fleet from `start` to `stop`."""
 
-    def __init__(self, parts: FleetParts, reading: ReadingSide, hooks: Hooks, *, service: str = "") -> None:
+    def __init__(
+        self, parts: FleetParts, reading: ReadingSide, hooks: Hooks, *, service: str = "", guest: bool = False
+    ) -> None:
+        """`guest`: own nothing but what is placed on this worker id."""
         self._parts = parts
         self._settings = parts.settings
         self._reading = reading
         self._hooks = hooks
         self._service = service
+        self._guest = guest
         token = parts.settings.owner_token
         self._token = token.get_secret_value() if token else uuid.uuid4().hex
         self._standing = Standing(parts.metrics, parts.health, hooks, lambda: self.worker_id)
@@ -209,6 +213,7 @@ class Manager:
             weight=s.weight,
             service=self._service,
             client=client_ref(self._parts.connection),
+            guest=self._guest,
         )
 
     # ── the life of a seat ────────────────────────────────────────────────────────────────────────────────────

@@ -133,6 +133,7 @@ class Membership:
                 record.state,
                 max(0, record.capacity),
                 record.weight if 0 < record.weight < float("inf") else 1.0,
+                record.guest,
             )
             for worker, record in self.members.items()
         }

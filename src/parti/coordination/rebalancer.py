@@ -31,6 +31,7 @@ from parti.core.fleet_view import (
     Keep,
     Policy,
 )
+from parti.core.guests import home_after
 from parti.core.planner import Planner
 from parti.core.retention import INTEREST, Retention
 from parti.errors import ControlPlaneReset, LeaseLost, NotFound, PartiError, WrongRevision
@@ -392,6 +393,7 @@ class Rebalancer:
                 partition,
                 owner="",
                 next="",
+                home="",
                 state="free",
                 awaits=0,
                 position=estates.position(partition),
@@ -415,7 +417,8 @@ class Rebalancer:
             self._parts.metrics.move_duration.observe(clock() - self._begun_s.pop(partition))
         self._parts.metrics.claims_given.inc("moved" if moved else "kept" if found and found.owner else "new")
         estate = estates.of(partition, planned=planned)
-        return self._claims.given(give.owner, members[give.owner].incarnation, estate, reason=give.reason)
+        home = home_after(found, give.owner, [w for w, member in members.items() if member.guest])
+        return self._claims.given(give.owner, members[give.owner].incarnation, estate, reason=give.reason, home=home)
 
     async def _write(self, claims: Mapping[str, Claim], *, last: bool) -> None:
         """Write claims, and after the last of them the assignments that follow from all claims."""

@@ -35,6 +35,7 @@ class Profile:
     weight: float
     service: str = ""
     client: str = ""
+    guest: bool = False
 
 
 class Seat:
@@ -156,6 +157,7 @@ class WorkerIds:
             weight=profile.weight,
             service=profile.service,
             client=profile.client,
+            guest=profile.guest,
         )
         seat = Seat(self._bucket, self._terms, name, record)
         try:

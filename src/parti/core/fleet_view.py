@@ -34,6 +34,8 @@ class MemberView:
     state: MemberState = "active"
     capacity: int = 500
     weight: float = 1.0
+    guest: bool = False
+    """It gets nothing but what is placed on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ class Invariant(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """A handler was called with a message; `process` is unique to one run of one process."""
+class _Call:
+    """Which call of a handler this is about; `process` is unique to one run of one process."""
 
     partition: str
     seq: int
@@ -46,27 +46,18 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class Start(_Call):
+    """A handler was called with a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish(_Call):
     """A handler returned, or its message was dead-lettered."""
 
-    partition: str
-    seq: int
-    worker: str
-    fence: int
-    process: str
-    at_s: float
-
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(_Call):
     """A handler raised or was cancelled: the call is over, but its message is not finished."""
-
-    partition: str
-    seq: int
-    worker: str
-    fence: int
-    process: str
-    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

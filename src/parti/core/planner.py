@@ -11,7 +11,8 @@ Order of care:
   4. others move between live workers only after a window without joins and leaves, at most once in a minimum
      interval, to workers that have been there for the length of a window, and not for a small imbalance.
 
-Moves go to workers that pull, and only so many at a time.
+Moves go to workers that pull, and only so many at a time. Guests (`parti.core.guests`) get what is placed on them and
+nothing else; what they have, and should have no longer, goes back at once.
 
 A partition that cannot be moved or given (a handler that runs for long, a claim that cannot be written) holds up no
 other.
@@ -36,6 +37,7 @@ from parti.core.fleet_view import (
     Policy,
     Release,
 )
+from parti.core.guests import guests_among, share_of
 from parti.core.move import Heir, Owner, Step, next_step
 from parti.core.orders import honour, obey, placements
 from parti.model.fleet import Claim, MemberState
@@ -105,7 +107,9 @@ class Planner:
         """Keep the times of joins and leaves, and notice what makes the strategy think again."""
         before, since_s = self._joined_s or {}, _NEVER_S if self._joined_s is None else view.now_s
         known = self._joined_s is not None
-        self._joined_s = {w: before.get(w, since_s) for w, m in view.members.items() if m.state == "active"}
+        self._joined_s = {
+            w: before.get(w, since_s) for w, m in view.members.items() if m.state == "active" and not m.guest
+        }
         if not self._away <= view.members.keys() or self._placed != view.orders.placed:
             # The strategy left them alone for the sake of somebody who will not be back, or of an order.
             self._settled_shares = None
@@ -157,6 +161,9 @@ class _Step:
         self._view = view
         self._wanted = frozenset(view.partitions)
         self._active = frozenset(w for w, m in view.members.items() if m.state == "active")
+        self._guests = guests_among(view.members)
+        self._residents = self._active - self._guests
+        """Those that share the partitions among them."""
         self._wake_at_s: list[float] = [*planner._held_back.values()]
         self._loads = Counter(c.owner for c in view.claims.values() if c.owner)
         self._incoming = Counter(c.next for c in view.claims.values() if c.next)
@@ -339,16 +346,29 @@ class _Step:
         return [Slot(w, m.capacity, m.weight) for w, m in members if m.state != "draining"]
 
     @cached_property
+    def _placed(self) -> Mapping[str, str]:
+        """What operators have placed on members that have room for it."""
+        return placements(self._view.orders, self._slots, self._wanted)
+
+    @cached_property
     def _target(self) -> Mapping[str, str]:
         """What the strategy would have, given who owns what now and what operators have placed.
 
-        Workers that are away count as if they were there: otherwise everybody's share would change for a moment.
+        Workers that are away count as if they were there: otherwise everybody's share would change for a moment. What
+        is placed on guests counts to the share of whoever had it last, for the same reason.
         """
-        view, slots = self._view, self._slots
-        placed = placements(view.orders, slots, self._wanted)
-        previous = {p: c.next or c.owner for p, c in view.claims.items() if c.state != "free"} | placed
+        view, slots = self._view, [slot for slot in self._slots if slot.worker not in self._guests]
+        lent = {p: w for p, w in self._placed.items() if w in self._guests}
+        placed = {p: w for p, w in self._placed.items() if w not in self._guests}
+        previous = {p: share_of(c, self._guests) for p, c in view.claims.items() if c.state != "free"} | placed
         target = self._planner._strategy.assign(view.partitions, slots, previous, view.weights)
-        return honour(placed, target, previous)
+        return honour(placed, target, previous) | lent
+
+    def _may_have(self, worker: str, partition: str) -> bool:
+        """Whether a partition without owner may be given to a worker: to a guest only what is placed there."""
+        if worker in self._guests:
+            return worker in self._active and self._placed.get(partition) == worker
+        return worker in self._active
 
     def _spare(self, workers: Iterable[str]) -> str:
         """Who of these has least and could take one more; empty if nobody."""
@@ -362,6 +382,8 @@ class _Step:
         due = [p for p in orphans if p not in self._planner._held_back]
         places = self._places(orphans, due)
         given: list[Command] = [Give(p, places[p], self._why_given(p)) for p in due if p in places]
+        if len(given) < len(due) and not self._residents:
+            return FleetState.DEGRADED, f"{_count(len(due) - len(given))} without owner: only guests are here", given
         if len(given) < len(due):
             return FleetState.DEGRADED, f"{_count(len(due) - len(given))} without owner: every worker is full", given
         if not given:
@@ -390,14 +412,14 @@ class _Step:
         self._incoming.subtract(moves.values())
         for partition in due:
             worker = moves.get(partition, "")
-            worker = worker if worker in self._active else self._target.get(partition, "")
-            if worker in self._active and self._room(worker):
+            worker = worker if self._may_have(worker, partition) else self._target.get(partition, "")
+            if self._may_have(worker, partition) and self._room(worker):
                 places[partition] = worker
                 self._loads[worker] += 1
         for partition in due:
             if partition not in places:
                 # What it is to have in the end may not fit yet: others are still to leave.
-                if not (worker := self._spare(self._active)):
+                if not (worker := self._spare(self._residents)):
                     break
                 places[partition] = worker
                 self._loads[worker] += 1
@@ -422,7 +444,7 @@ class _Step:
     def _rebalance(self) -> tuple[FleetState, str, list[Command]]:
         planner, now_s = self._planner, self._view.now_s
         shares = self._shares()
-        wanted = self._placed_moves()
+        wanted = self._placed_moves() + self._returns()
         again_s = planner._looked_s + self._policy.min_rebalance_interval_s
         at_rest = planner._settled and (shares == planner._settled_shares or self._balanced(shares))
         if planner._settled and not at_rest and now_s < again_s and not self._stuck():
@@ -436,7 +458,7 @@ class _Step:
         if self._view.orders.hold_moves:
             # Whoever drains is about to go, whatever operators want.
             owners = {move: self._view.members.get(self._view.claims[move.partition].owner) for move in wanted}
-            wanted = [move for move, owner in owners.items() if owner and owner.state != "active"]
+            wanted = [move for move, owner in owners.items() if owner and (owner.guest or owner.state != "active")]
         obstacle, due = self._due(wanted)
         if not at_rest:
             planner._settled = len(due) == len(wanted) and not self._view.orders.hold_moves
@@ -451,7 +473,7 @@ class _Step:
         if not self._view.orders.placed:
             return []
         claims, moves = self._view.claims, []
-        for partition, worker in placements(self._view.orders, self._slots, self._wanted).items():
+        for partition, worker in self._placed.items():
             claim = claims.get(partition)
             if claim is None or claim.state == "free" or worker in {claim.owner, claim.next}:
                 continue
@@ -463,10 +485,30 @@ class _Step:
                 moves.append(BeginMove(partition, worker, "placed by an operator"))
         return moves
 
+    def _returns(self) -> list[BeginMove]:
+        """Partitions of guests that are no longer placed there."""
+        moves = []
+        for partition, claim in self._view.claims.items():
+            if claim.owner not in self._guests or claim.state != "owned" or partition not in self._wanted:
+                continue
+            if self._placed.get(partition):
+                continue  # it stays, or `_placed_moves` sees to it
+            worker = self._target.get(partition, "")
+            if worker not in self._residents or self._why_not_to(worker):
+                # As from one who drains: it cannot wait for somebody who is away or does not pull.
+                fit = [w for w in self._residents if not self._why_not_to(w)]
+                worker = self._spare(fit) or self._spare(self._residents)
+            if worker:
+                self._incoming[worker] += 1
+                moves.append(BeginMove(partition, worker, f"{claim.owner} gives it back"))
+        return moves
+
     def _wanted_moves(self) -> Iterator[BeginMove]:
         claims, target = self._view.claims, self._target
         astray = (
-            p for p, c in claims.items() if c.state != "free" and target.get(p, "") not in {"", c.next or c.owner}
+            p
+            for p, c in claims.items()
+            if c.state != "free" and c.owner not in self._guests and target.get(p, "") not in {"", c.next or c.owner}
         )
         urgent = []
         for partition in natural_order(astray):
@@ -478,10 +520,10 @@ class _Step:
                 self._incoming[worker] += 1
                 why = f"{claim.owner} is draining" if state == "draining" else f"balance ({claim.owner} has more)"
                 yield BeginMove(partition, worker, why)
-        fit = [worker for worker in self._active if not self._why_not_to(worker)]
+        fit = [worker for worker in self._residents if not self._why_not_to(worker)]
         for partition in urgent:
             # Whoever drains cannot wait for somebody who is away or does not pull.
-            if worker := self._spare(fit) or self._spare(self._active):
+            if worker := self._spare(fit) or self._spare(self._residents):
                 self._incoming[worker] += 1
                 yield BeginMove(partition, worker, f"{claims[partition].owner} is draining")
 
@@ -490,13 +532,17 @@ class _Step:
         member = self._view.members.get(owner)
         return member.state if member else "active"
 
+    def _gives_way(self, owner: str) -> bool:
+        """Whether an owner is about to be without its partitions, so that they wait for no window."""
+        return owner in self._guests or self._state(owner) == "draining"
+
     def _due(self, wanted: Sequence[BeginMove]) -> tuple[str, list[Command]]:
         """Those moves that need not wait, and what keeps the others."""
         planner, placed = self._planner, self._view.orders.placed
         obstacle, due, moves_from_active = "", list[Command](), False
         room = self._policy.moves_at_once - self._in_transit
         continues, planner._more_to_move = planner._more_to_move, False
-        drains = {move: self._state(self._view.claims[move.partition].owner) == "draining" for move in wanted}
+        drains = {move: self._gives_way(self._view.claims[move.partition].owner) for move in wanted}
         for move in sorted(wanted, key=lambda move: not drains[move]):
             if why := self._cannot_move(move):
                 obstacle = why
@@ -546,9 +592,10 @@ class _Step:
     def _shares(self) -> dict[str, _Share]:
         """What all members have, or will have when the moves that have begun are over."""
         weights = self._view.weights or {}
-        shares = {w: _Share(m.capacity, m.weight) for w, m in self._view.members.items() if m.state != "away"}
+        members = self._view.members.items()
+        shares = {w: _Share(m.capacity, m.weight) for w, m in members if m.state != "away" and not m.guest}
         for partition, claim in self._view.claims.items():
-            share = shares.get(claim.next or claim.owner)
+            share = shares.get(share_of(claim, self._guests))
             if share and partition in self._wanted:
                 share.count += 1
                 share.load += weights.get(partition, 1.0)
@@ -556,9 +603,9 @@ class _Step:
 
     def _balanced(self, shares: Mapping[str, _Share]) -> bool:
         """Whether the shares are near enough to leave them alone."""
-        if any(share.count for worker, share in shares.items() if worker not in self._active):
+        if any(share.count for worker, share in shares.items() if worker not in self._residents):
             return False
-        active = [share for worker, share in shares.items() if worker in self._active]
+        active = [share for worker, share in shares.items() if worker in self._residents]
         if any(share.count > share.capacity for share in active):
             return False
         load, count = sum(share.load for share in active), sum(share.count for share in active)
@@ -580,7 +627,9 @@ class _Step:
         if stuck := self._stuck():
             return FleetState.DEGRADED, f"nobody has room for {_count(stuck)} of draining workers", []
         away = sum(m.state == "away" for m in self._view.members.values())
-        workers = _count(len(self._active), "worker") + (f", {away} away" if away else "")
+        workers = _count(len(self._residents), "worker") + (f", {away} away" if away else "")
+        if guests := len(self._active & self._guests):
+            workers += f", {_count(guests, 'guest')}"
         if self._view.orders.hold_moves:
             workers += ", moves are paused"
         return FleetState.STABLE, f"{_count(len(self._wanted))} on {workers}", []

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parti.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -35,5 +37,11 @@ _KINDS = {kind.name: kind for kind in (LIMITS, INTEREST, WORK_QUEUE)}
 
 
 def retention_named(name: str) -> Retention:
-    """The rules for a stream's `retention`; raises KeyError for one that this version does not know."""
-    return _KINDS[name]
+    """The rules for a stream's `retention`; raises `ConfigError` for one that this version does not know."""
+    try:
+        return _KINDS[name]
+    except KeyError:
+        raise ConfigError(
+            f"the stream has the retention {name!r}, which this version of parti does not know: expected one of "
+            f"{', '.join(_KINDS)}; use a newer version of parti, or a stream of another kind"
+        ) from None

@@ -28,6 +28,8 @@ from parti.core.fleet_view import (
     Policy,
     Release,
 )
+from parti.core.guests import guests_among, home_after, share_of
+from parti.core.orders import obey
 from parti.core.planner import Planner
 from parti.model.fleet import Claim, HealthRecord, Orders
 from parti.strategies import Sticky, minimum_moves
@@ -69,6 +71,7 @@ class Fleet:
     settled: bool = True
     """The rebalancer is done, and leaves an imbalance within the hysteresis alone."""
     orders: Orders = field(default_factory=Orders)
+    """Those that stand; paused partitions do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,8 @@ class _Future:
         self._orders = fleet.orders
         self._start = fleet.claims
         self._claims = dict(fleet.claims)
-        self._partitions = tuple(p for p, claim in fleet.claims.items() if _is_wanted(claim))
+        paused = frozenset(fleet.orders.paused)
+        self._partitions = tuple(p for p, claim in fleet.claims.items() if _is_wanted(claim) and p not in paused)
         self._members = {w: m for w, m in fleet.members.items() if w not in change.leaves} | dict(change.joins)
         self._left = frozenset(change.leaves)
         self._health = {
@@ -139,7 +143,7 @@ class _Future:
         if fleet.settled or change.joins or change.leaves:
             # Long ago it saw these members and found nothing to do. So it notices who comes and goes now, and
             # otherwise keeps to its hysteresis; without this it would act as one that was elected just now.
-            self._planner.step(FleetView(now_s=0.0, members=fleet.members, partitions=(), claims={}))
+            self._planner.step(FleetView(0.0, fleet.members, partitions=(), claims={}, orders=fleet.orders))
 
     def outlook(self) -> Outlook:
         """Let time pass and tell what happened."""
@@ -185,6 +189,7 @@ class _Future:
                 incarnation=self._members[command.owner].incarnation,
                 state="owned",
                 next="",
+                home=home_after(claim, command.owner, guests_among(self._members)),
             )
         elif isinstance(command, BeginMove):
             self._begun_s[partition] = after_s
@@ -196,7 +201,7 @@ class _Future:
         elif isinstance(command, Keep):
             self._claims[partition] = msgspec.structs.replace(claim, state="owned", next="")
         elif isinstance(command, Free):
-            self._claims[partition] = msgspec.structs.replace(claim, owner="", state="free", next="")
+            self._claims[partition] = msgspec.structs.replace(claim, owner="", state="free", next="", home="")
 
     def _note(self, give: Give, claim: Claim, after_s: float) -> None:
         if give.owner == claim.owner and claim.incarnation == self._members[give.owner].incarnation:
@@ -213,11 +218,17 @@ class _Future:
         self._moves.append(Move(partition, claim.owner, give.owner, kind, give.reason, begun_s))
 
     def _minimum(self) -> int:
-        """Partitions of those that are gone need a worker anyway, and those of one that is away wait for it."""
-        active = {worker for worker, member in self._members.items() if member.state == "active"}
-        draining = {worker for worker, member in self._members.items() if member.state == "draining"}
-        previous = {p: self._start[p].next or self._start[p].owner for p in self._partitions}
-        slots = [Slot(w, m.capacity, m.weight) for w, m in self._members.items() if w not in draining]
+        """Partitions of those that are gone need a worker anyway, and those of one that is away wait for it.
+
+        Guests count for nothing: what they have counts to those that they have it from.
+        """
+        members = obey(self._view(_NOW_S)).members
+        guests = guests_among(members)
+        residents = {worker: member for worker, member in members.items() if worker not in guests}
+        active = {worker for worker, member in residents.items() if member.state == "active"}
+        draining = {worker for worker, member in residents.items() if member.state == "draining"}
+        previous = {p: share_of(self._start[p], guests) for p in self._partitions}
+        slots = [Slot(w, m.capacity, m.weight) for w, m in residents.items() if w not in draining]
         if not active:
             return 0
         if len(slots) == len(active):

@@ -86,20 +86,23 @@ class BlockingClient:
         addresses = target.addresses()
         deadline_s = time.monotonic() + target.connect_timeout_s
         answers: dict[str, str] = {}
-        for address in itertools.cycle(addresses):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                break
-            try:
-                return _dial(target, address, name, min(_ATTEMPT_S, left_s))
-            except ConnectionFailed as error:
-                if error.fatal:
-                    raise
-                answers[str(address)] = str(error)
-            except OSError as error:
-                answers[str(address)] = _describe(error)
-            if len(answers) == len(addresses):
-                time.sleep(min(0.2, max(0.0, deadline_s - time.monotonic())))
+        while addresses:
+            for address in tuple(addresses):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    addresses.clear()
+                    break
+                try:
+                    return _dial(target, address, name, min(_ATTEMPT_S, left_s))
+                except ConnectionFailed as error:
+                    if error.fatal:
+                        raise
+                    answers[str(address)] = str(error)
+                except OSError as error:
+                    answers[str(address)] = _describe(error)
+                    if isinstance(error, ssl.SSLCertVerificationError):
+                        addresses.remove(address)  # Another try would end the same.
+            time.sleep(min(0.2, max(0.0, deadline_s - time.monotonic())) if addresses else 0)
         why = "; ".join(f"{server}: {answer}" for server, answer in answers.items())
         raise ConnectionFailed(
             f"could not connect within {target.connect_timeout_s:g} s: {why or 'no answer'}; "
@@ -164,6 +167,11 @@ class BlockingClient:
                 raise AuthenticationFailed(f"{self.server} ended the connection: {text}; check the credentials")
             else:
                 raise ConnectionFailed(f"{self.server} ended the connection: {text}")
+
+    def raise_denials(self) -> None:
+        """Raise PermissionDenied when the server has refused a publish or a subscription."""
+        if self._denials:
+            raise self._denials[0]
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -254,8 +262,9 @@ class BlockingClient:
                 return answer
             if answer is None and self._denials:
                 break
-        if self._denials:
-            raise self._denials[0]
+        if self._denials and self._denials[0].subject.startswith(self._inbox):
+            self._inbox_sid = 0  # There is no subscription for answers.
+        self.raise_denials()
         raise RequestTimeout(f"no answer on {subject!r} within {timeout_s:g} s; the outcome is unknown")
 
     # ── JetStream ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -297,6 +306,13 @@ def api_error(error: Mapping[str, Any]) -> PartiError:
     return kind(code, text, status=status)
 
 
+def passes(error: PartiError) -> bool:
+    """Whether the same call may succeed soon: an outage, or a cluster that looks for a leader."""
+    if isinstance(error, ApiError):
+        return error.status == 503
+    return isinstance(error, ConnectionFailed | NoResponders | RequestTimeout) and not error.fatal
+
+
 def publish_bytes(
     subject: str, payload: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
 ) -> bytes:
@@ -320,7 +336,7 @@ def _dial(target: Target, address: Address, name: str, timeout_s: float) -> Bloc
         host = target.tls_hostname or address.host
         if context is not None and target.tls_handshake_first:
             sock = context.wrap_socket(sock, server_hostname=host)
-        info = _read_info(sock)
+        info = _read_info(sock, timeout_s)
         if context is not None and not target.tls_handshake_first:
             if not info.get("tls_required") and not info.get("tls_available"):
                 raise ConnectionFailed("the server offers no TLS; enable it there, or use no TLS options")
@@ -334,16 +350,26 @@ def _dial(target: Target, address: Address, name: str, timeout_s: float) -> Bloc
     return BlockingClient(sock, info, rest)
 
 
-def _read_info(sock: socket.socket) -> dict[str, Any]:
-    data = b""
+def _read_info(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
+    data, deadline_s = b"", time.monotonic() + timeout_s
     while b"\r\n" not in data:
-        more = sock.recv(_CHUNK)
+        try:
+            more = sock.recv(_CHUNK)
+        except TimeoutError:
+            raise ConnectionFailed(
+                "it says nothing; check that it is a NATS server, and whether it wants the TLS handshake first"
+            ) from None
         if not more:
             raise ConnectionFailed("the server closed the connection")
         data += more
-    if not data.startswith(b"INFO "):
+        if not data.startswith(b"INFO "[: len(data)]) or time.monotonic() > deadline_s:
+            break
+    try:
+        found = json.loads(data.removeprefix(b"INFO ").partition(b"\r\n")[0])
+    except ValueError:
+        found = None
+    if not data.startswith(b"INFO ") or not isinstance(found, dict):
         raise ConnectionFailed("this is no NATS server: its first line is not INFO; check address and port")
-    found: dict[str, Any] = json.loads(data[5 : data.index(b"\r\n")])
     return found
 
 
@@ -381,7 +407,8 @@ def _describe(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"TLS: {error.verify_message.rstrip('.')}"
+        reason = error.verify_message.rstrip(".")
+        return f"TLS: {reason}; check the authority and the host name that TLS was told to expect"
     if isinstance(error, ssl.SSLError):
         return f"TLS: {error.reason or error}"
     return error.strerror or str(error) or type(error).__name__

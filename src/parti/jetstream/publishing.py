@@ -44,11 +44,13 @@ _READ_BYTES = 1 << 18
 _MAX_SUBJECT_BYTES = 2048
 """The server reads protocol lines of up to 4,096 bytes, which hold a reply subject and numbers, too."""
 _KNOWN_SUBJECTS = 100_000
+_ID_LINE = b"Nats-Msg-Id: \r\n\r\n"
 _ACK_WAIT_S = 10.0
 _PATIENCE_S = 60.0
 _VERDICT_S = 2.0
 """How long no stream must have a subject until that is believed: a starting server finds its streams bit by bit."""
 _PAUSE_S = 0.1
+_SHORT_PAUSE_S = 0.01
 _WAIT_AGAIN = frozenset({10008, 10009, 10167})
 """JetStream errors that pass: temporarily unavailable, no leader, too many requests."""
 _TOO_MANY = 10167
@@ -116,6 +118,7 @@ class WindowedPublisher:
         self._pending_bytes = 0
         self._refused: dict[int, bytes] = {}
         """Refused for now; sent again when the rest of the window is settled."""
+        self._pause_s = _PAUSE_S
         self._out: list[bytes] = []
         self._sent_at: deque[tuple[int, float]] = deque()
         """For each write the number behind its last message, and when it began."""
@@ -141,40 +144,52 @@ class WindowedPublisher:
         """Publish messages; waits only while the window is full."""
         if self._client is None:
             self._advance(self._window)
-        pending, out, known, inbox = self._pending, self._out, self._known, self._inbox.encode()
-        start, number, size = self._block_start, self.published, 0
+        pending, add, known, inbox = self._pending, self._out.append, self._known, self._inbox.encode()
+        start, plain, most = self._block_start, self._plain, self._max_payload
+        fixed, number, size = len(start) + len(_ID_LINE), self.published, 0
+        push_at = number + self._room()
         for subject, payload, lines, msg_id in messages:
             if subject not in known:
                 self._learn(subject, number)
-            if msg_id or lines or not self._plain:
-                if msg_id:
-                    if b"\r" in msg_id or b"\n" in msg_id:
-                        raise ConfigError(f"{_place(number, subject)}: the message id holds a line break; remove it")
-                    block = b"%b%bNats-Msg-Id: %b\r\n\r\n" % (start, lines, msg_id)
-                else:
-                    block = b"%b%b\r\n" % (start, lines)
-                total = len(block) + len(payload)
-                data = b"HPUB %b %b%d %d %d\r\n%b%b\r\n" % (
-                    subject, inbox, number, len(block), total, block, payload
+            if msg_id:
+                if b"\r" in msg_id or b"\n" in msg_id:
+                    raise ConfigError(f"{_place(number, subject)}: the message id holds a line break; remove it")
+                head = fixed + len(lines) + len(msg_id)
+                total = head + len(payload)
+                data = b"HPUB %b %b%d %d %d\r\n%b%bNats-Msg-Id: %b\r\n\r\n%b\r\n" % (
+                    subject, inbox, number, head, total, start, lines, msg_id, payload
+                )  # fmt: skip
+            elif lines or not plain:
+                head = len(start) + len(lines) + 2
+                total = head + len(payload)
+                data = b"HPUB %b %b%d %d %d\r\n%b%b\r\n%b\r\n" % (
+                    subject, inbox, number, head, total, start, lines, payload
                 )  # fmt: skip
             else:
                 total = len(payload)
                 data = b"PUB %b %b%d %d\r\n%b\r\n" % (subject, inbox, number, total, payload)
-            if total > self._max_payload:
+            if total > most:
                 raise ConfigError(
                     f"{_place(number, subject)}: {total:,} bytes with headers are more than the server takes "
-                    f"({self._max_payload:,}); send less, or raise the server's max_payload"
+                    f"({most:,}); send less, or raise the server's max_payload"
                 )
             pending[number] = data
-            out.append(data)
+            add(data)
             number += 1
             size += len(data)
-            if len(out) >= _CHUNK_MESSAGES or size >= _CHUNK_BYTES or len(pending) >= self._window:
-                self.published = number
-                self._pending_bytes += size
+            if number >= push_at or size >= _CHUNK_BYTES:
+                self._count(number, size)
                 size = 0
                 # Room for the next write, so that a full window does not end in many small ones.
                 self._advance(self._window - min(_CHUNK_MESSAGES, self._window // 4 + 1))
+                push_at = number + self._room()
+        self._count(number, size)
+
+    def _room(self) -> int:
+        """How many messages the next write may have."""
+        return max(1, min(_CHUNK_MESSAGES, self._window - len(self._pending)))
+
+    def _count(self, number: int, size: int) -> None:
         self.published = number
         self._pending_bytes += size
 
@@ -272,9 +287,9 @@ class WindowedPublisher:
         """The window is settled but for what was refused: give the server a moment, then send that once more."""
         if time.monotonic() - self._progress_s > self._patience_s:
             raise RequestTimeout("the stream refused them for now, again and again; check the stream's leader")
-        time.sleep(_PAUSE_S)
-        self._pending.update(sorted(self._refused.items()))
-        self._refused.clear()
+        time.sleep(self._pause_s)
+        for number in sorted(self._refused)[: self._window]:
+            self._pending[number] = self._refused.pop(number)
         self._out[:] = self._pending.values()
         self._sent_at.clear()
         self._send(client)
@@ -318,7 +333,7 @@ class WindowedPublisher:
 
     def _parse(self, client: BlockingClient, data: bytes) -> bytes:
         """Take acknowledgements out of `data`; returns what is left."""
-        pos, before = 0, len(self._pending)
+        pos, before = 0, self.stored + self.duplicates
         pop = self._pending.pop
         while True:
             for found in self._ack.finditer(data, pos):
@@ -336,7 +351,7 @@ class WindowedPublisher:
             if following == pos:
                 break
             pos = following
-        if len(self._pending) < before:
+        if self.stored + self.duplicates > before:
             self._progress_s = time.monotonic()
             self._uncovered_s = 0.0
         return data[pos:]
@@ -359,8 +374,9 @@ class WindowedPublisher:
         if line == b"PING":
             self._pong_due = True  # never in the middle of a message
         elif line.lower().startswith(b"-err 'permissions violation"):
-            words = line.split(b'"')
-            raise PermissionDenied("publish to", words[1].decode("utf-8", "replace") if len(words) > 1 else "")
+            operation = "publish to" if b"publish" in line.lower() else "subscribe on"
+            quoted = [*line.decode("utf-8", "replace").split('"'), ""]
+            raise PermissionDenied(operation, quoted[1])
         else:
             client.take_line(line)
         return end + 2
@@ -371,6 +387,7 @@ class WindowedPublisher:
             return
         if status_of(header)[0] == 503:
             self._check_covered(number, data)
+            self._pause_s = _PAUSE_S
             self._refused[number] = self._pending.pop(number)
             return
         try:
@@ -386,6 +403,7 @@ class WindowedPublisher:
             return
         code, text = int((error or {}).get("err_code", 0)), (error or {}).get("description", "an unknown answer")
         if code in _WAIT_AGAIN:
+            self._pause_s = _SHORT_PAUSE_S if code == _TOO_MANY else _PAUSE_S
             if code == _TOO_MANY and not self._refused:
                 self._window = max(_SMALLEST_WINDOW, self._window // 2)
             self._refused[number] = self._pending.pop(number)

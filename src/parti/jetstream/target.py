@@ -166,7 +166,8 @@ class Target:
 
 def _address(url: str) -> Address:
     part = _split(url)
-    if part is None or part.scheme not in {"nats", "tls"} or not part.hostname:
+    blank = any(c.isspace() for c in url)
+    if part is None or blank or part.scheme not in {"nats", "tls"} or not part.hostname:
         shown = re.sub(r"//.*@", "//", url) if "://" in url else url.rpartition("@")[2]
         raise ConfigError(f"servers: {shown!r} is no server address; expected nats://host:port or tls://host:port")
     if part.username is not None:

@@ -22,7 +22,8 @@ def with_keys(frame: DataFrame, template: str, *, partition: str | None = None) 
     from pyspark.sql import functions as f  # noqa: PLC0415 - needs the `spark` extra
 
     parsed = Template(template)
-    taken = [key for key in parsed.keys if key in frame.columns]
+    present = {column.lower() for column in frame.columns}
+    taken = [key for key in parsed.keys if key.lower() in present]
     if taken:
         raise ConfigError(f"template {template!r}: there is a column {taken[0]!r} already; choose another key")
     places = parsed.places

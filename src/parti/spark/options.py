@@ -7,6 +7,7 @@ environment variables, which are read where they are used.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -72,6 +73,8 @@ _HEADER_FORMS: Mapping[str, HeaderForm] = {
     "true": "parsed",
 }
 _MAX_RECORDS = 500_000
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SEED = re.compile(r"S[A-Z][A-Z2-7]{50,}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +102,15 @@ class SourceOptions:
 
 def read_source_options(given: Mapping[str, str], *, streaming: bool | None = None) -> SourceOptions:
     """Check the options of a source; `streaming` None: either."""
+    refuse_secrets(given)
     options = _Options(given, SOURCE_OPTIONS)
     default_start = "latest" if streaming else "earliest"
     found = SourceOptions(
         target=read_target(given),
         stream=options.required("stream", "the name of a stream"),
         subjects=_subjects(options.text("subject")),
-        starting=_offset("startingOffsets", options.text("startingOffsets") or default_start),
-        ending=_offset("endingOffsets", options.text("endingOffsets") or "latest"),
+        starting=read_offset("startingOffsets", options.text("startingOffsets") or default_start),
+        ending=read_offset("endingOffsets", options.text("endingOffsets") or "latest"),
         max_offsets=options.count("maxOffsetsPerTrigger"),
         min_partitions=options.count("minPartitions"),
         max_records=options.count("maxRecordsPerPartition") or _MAX_RECORDS,
@@ -115,7 +119,7 @@ def read_source_options(given: Mapping[str, str], *, streaming: bool | None = No
         payload=options.flag("includePayload", default=True),
         template=_template(options.text("subjectTemplate")),
     )
-    if any(c in found.stream for c in " .*>/\\\t"):
+    if any(c in ".*>/\\" or c.isspace() or not c.isprintable() for c in found.stream):
         raise ConfigError(f"stream: {found.stream!r} is no stream name; expected no dots, spaces or wildcards")
     if streaming and options.text("endingOffsets"):
         raise ConfigError("endingOffsets: a streaming query has no end; leave it out, or use spark.read")
@@ -133,20 +137,18 @@ def read_source_options(given: Mapping[str, str], *, streaming: bool | None = No
 
 def read_target(given: Mapping[str, str]) -> Target:
     """The server and the credentials of source and sink."""
-    for name in given:
-        if use := _SECRETS.get(name.lower()):
-            raise ConfigError(f"{name}: Spark shows options in its plans, so secrets cannot be options; use {use}")
+    refuse_secrets(given)
     options = _Options(given, None)
     servers = tuple(part.strip() for part in (options.text("servers") or DEFAULT_SERVERS).split(",") if part.strip())
     target = Target(
         servers=servers,
         user=options.text("user"),
-        password_env=options.text("passwordEnv"),
-        token_env=options.text("tokenEnv"),
-        credentials_file=options.text("credentialsFile"),
-        credentials_env=options.text("credentialsEnv"),
-        nkey_seed_file=options.text("nkeySeedFile"),
-        nkey_seed_env=options.text("nkeySeedEnv"),
+        password_env=options.variable("passwordEnv"),
+        token_env=options.variable("tokenEnv"),
+        credentials_file=options.file("credentialsFile"),
+        credentials_env=options.variable("credentialsEnv"),
+        nkey_seed_file=options.file("nkeySeedFile"),
+        nkey_seed_env=options.variable("nkeySeedEnv"),
         tls_ca=options.text("tlsCa"),
         tls_cert=options.text("tlsCert"),
         tls_key=options.text("tlsKey"),
@@ -181,6 +183,13 @@ def target_options(target: Target) -> dict[str, str]:
     return {name: value for name, value in values.items() if value}
 
 
+def refuse_secrets(given: Iterable[str]) -> None:
+    """Refuse options that would hold a secret, and say which one to use; the value is never shown."""
+    for name in given:
+        if use := _SECRETS.get(name.lower()):
+            raise ConfigError(f"{name}: Spark shows options in its plans, so secrets cannot be options; use {use}")
+
+
 def check_known(given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse an option that does not exist, with the one that was perhaps meant."""
     names = {name.lower(): name for name in known}
@@ -205,6 +214,26 @@ class _Options:
     def text(self, name: str) -> str | None:
         value = self._given.get(name.lower())
         return value.strip() or None if value is not None else None
+
+    def variable(self, name: str) -> str | None:
+        """The name of an environment variable; what looks like the secret itself is refused and not shown."""
+        value = self.text(name)
+        if value is not None and (not _VARIABLE.fullmatch(value) or _SEED.fullmatch(value)):
+            raise ConfigError(
+                f"{name}: this is no name of an environment variable (the value is not shown, it may be a secret); "
+                f"expected letters, digits and underscores; put the secret into a variable and give its name here"
+            )
+        return value
+
+    def file(self, name: str) -> str | None:
+        """The name of a file; what looks like its contents is refused and not shown."""
+        value = self.text(name)
+        if value is not None and (not value.isprintable() or "-----BEGIN" in value or _SEED.fullmatch(value)):
+            raise ConfigError(
+                f"{name}: this is no name of a file (the value is not shown, it may be a secret); "
+                f"put the secret into a file and give its path here"
+            )
+        return value
 
     def required(self, name: str, expected: str) -> str:
         value = self.text(name)
@@ -236,9 +265,10 @@ def _subjects(text: str | None) -> tuple[str, ...]:
     return () if ">" in subjects else tuple(dict.fromkeys(subjects))
 
 
-def _offset(name: str, text: str) -> Offset:
-    if text in ("earliest", "latest"):
-        return text  # type: ignore[return-value]
+def read_offset(name: str, text: str) -> Offset:
+    """Read where to begin or end; `name` is the option that an error names."""
+    if text.lower() in ("earliest", "latest"):
+        return text.lower()  # type: ignore[return-value]
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     try:
@@ -252,14 +282,7 @@ def _offset(name: str, text: str) -> Offset:
 
 
 def _header_form(text: str | None) -> HeaderForm:
-    forms: dict[str, HeaderForm] = {
-        "none": "none",
-        "false": "none",
-        "raw": "raw",
-        "parsed": "parsed",
-        "true": "parsed",
-    }
-    form = forms.get((text or "none").lower())
+    form = _HEADER_FORMS.get((text or "none").lower())
     if form is None:
         raise ConfigError(f"includeHeaders: {text!r}; expected none, raw or parsed")
     return form
@@ -271,7 +294,9 @@ def _template(text: str | None) -> str | None:
     template = Template(text)
     if not template.keys:
         raise ConfigError(f"subjectTemplate: {text!r} names no key; expected some, as in dc.{{tool}}.done")
-    taken = [key for key in template.keys if key.lower() in COLUMNS]
-    if taken:
-        raise ConfigError(f"subjectTemplate: the key {taken[0]!r} is the name of a column already; choose another")
+    names = list(COLUMNS)
+    for key in template.keys:
+        if key.lower() in names:
+            raise ConfigError(f"subjectTemplate: the key {key!r} is the name of a column already; choose another")
+        names.append(key.lower())
     return text

@@ -73,7 +73,7 @@ class BatchMaker:
         """One batch with all messages of a chunk."""
         layout = self._layout
         seqs, stamps_us = _numbers(chunk)
-        subjects = pa.array(chunk.subjects, pa.string())
+        subjects = _texts(chunk.subjects)
         columns: list[Any] = [pa.repeat(layout.stream, len(chunk)), seqs, subjects, stamps_us.cast(_TIME)]
         names = ["stream", "seq", "subject", "timestamp"]
         if layout.headers != "none":
@@ -100,6 +100,14 @@ class BatchMaker:
             for column, value in zip(found, values, strict=True):
                 column.append(value)
         return [pc.take(pa.array(column, pa.string()), encoded.indices) for column in found]
+
+
+def _texts(values: list[bytes]) -> Any:
+    """Strings; bytes that are not UTF-8, which the server does not forbid, become U+FFFD."""
+    try:
+        return pa.array(values, pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([value.decode("utf-8", "replace") for value in values], pa.string())
 
 
 def _numbers(chunk: Chunk) -> tuple[Any, Any]:

@@ -1,8 +1,9 @@
-"""Local Spark sessions: one JVM on this machine, quiet, on loopback, all files in a temporary directory."""
+"""Spark sessions on a JVM of this machine (quiet, all files in a temporary directory), a cluster, or Spark Connect."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,12 +15,44 @@ from typing import TYPE_CHECKING
 
 from parti.errors import ConfigError
 from parti.spark.java import Java, find_java
+from parti.spark.shipping import pack
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LOG_CONFIG = Path(__file__).with_name("log4j2.properties")
 _JVM_EXIT_TIMEOUT_S = 15.0
+_LOCAL = re.compile(r"local(?:\[(\d+|\*)\])?")
+_CLUSTER = re.compile(r"spark://|k8s://|yarn$")
+_LOOPBACK = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
+
+
+@contextmanager
+def open_session(
+    app_name: str, master: str | None = None, *, conf: Mapping[str, str] | None = None
+) -> Iterator[SparkSession]:
+    """A session where `master` says: on this machine (`local[2]`, or None), on a cluster, or by Spark Connect.
+
+    Clusters (`spark://host:7077`, `yarn`, `k8s://…`) are sent parti's modules, so their machines need only PySpark.
+    A Spark Connect server (`sc://host:15002`) is sent them too. Raises ConfigError as `local_session` does.
+    """
+    local = _LOCAL.fullmatch(master or "local[*]")
+    if local:
+        wanted = local[1] or "1"
+        cores = (os.cpu_count() or 1) if wanted == "*" else int(wanted)
+        with local_session(app_name, cores=cores, conf=conf) as spark:
+            yield spark
+    elif master is not None and master.startswith("sc://"):
+        with _connect_session(app_name, master, conf or {}) as spark:
+            yield spark
+    elif master is not None and _CLUSTER.match(master):
+        with _own_jvm(app_name, master, _cluster_settings(master), conf or {}, ship=True) as spark:
+            yield spark
+    else:
+        raise ConfigError(
+            f"master: {master!r}; expected local[N], spark://host:port, yarn, k8s://… or, for Spark Connect, "
+            f"sc://host:port"
+        )
 
 
 @contextmanager
@@ -32,6 +65,14 @@ def local_session(app_name: str, *, cores: int = 2, conf: Mapping[str, str] | No
         with local_session("count") as spark:
             assert spark.range(10).count() == 10
     """
+    with _own_jvm(app_name, f"local[{cores}]", _local_settings(cores), conf or {}) as session:
+        yield session
+
+
+@contextmanager
+def _own_jvm(
+    app_name: str, master: str, settings: Mapping[str, str], conf: Mapping[str, str], *, ship: bool = False
+) -> Iterator[SparkSession]:
     if find_spec("pyspark") is None:
         raise ConfigError("pyspark is not installed, Spark sessions need it; install the extra: parti[spark]")
     java = find_java()
@@ -45,19 +86,41 @@ def local_session(app_name: str, *, cores: int = 2, conf: Mapping[str, str] | No
             "use the session it has, or end it first"
         )
     with tempfile.TemporaryDirectory(prefix="parti-spark-") as directory:
-        builder = SparkSession.builder.master(f"local[{cores}]").appName(app_name)
-        for key, value in (_settings(Path(directory), cores) | dict(conf or {})).items():
+        builder = SparkSession.builder.master(master).appName(app_name)
+        for key, value in {**_settings(Path(directory)), **settings, **conf}.items():
             builder = builder.config(key, value)
         try:
-            with _launch_environment(java):
+            with _launch_environment(java, settings, local=not ship):
                 session = builder.getOrCreate()
             try:
+                if ship:
+                    session.sparkContext.addPyFile(str(pack(Path(directory))))
                 register(session)
                 yield session
             finally:
                 session.stop()
         finally:
             _end_jvm()
+
+
+@contextmanager
+def _connect_session(app_name: str, address: str, conf: Mapping[str, str]) -> Iterator[SparkSession]:
+    if find_spec("pyspark") is None or find_spec("grpc") is None:
+        raise ConfigError("Spark Connect needs pyspark with its client; install the extra: parti[spark]")
+
+    from pyspark.sql import SparkSession  # noqa: PLC0415
+
+    builder = SparkSession.builder.remote(address).appName(app_name)
+    for key, value in {"spark.sql.session.timeZone": "UTC", **conf}.items():
+        builder = builder.config(key, value)
+    with tempfile.TemporaryDirectory(prefix="parti-spark-") as directory:
+        session = builder.getOrCreate()
+        try:
+            session.addArtifacts(str(pack(Path(directory))), pyfile=True)
+            register(session)
+            yield session
+        finally:
+            session.stop()
 
 
 def register(spark: SparkSession) -> None:
@@ -71,34 +134,43 @@ def register(spark: SparkSession) -> None:
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
 
 
-def _settings(directory: Path, cores: int) -> dict[str, str]:
-    """Settings of a local session whose files live in `directory`."""
+def _settings(directory: Path) -> dict[str, str]:
+    """Settings of a session whose driver's files live in `directory`."""
     java_options = (f"-Dlog4j2.configurationFile={_LOG_CONFIG.as_uri()}", f"-Djava.io.tmpdir={directory}")
     return {
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.host": "127.0.0.1",
         "spark.driver.extraJavaOptions": " ".join(f'"{option}"' for option in java_options),
         "spark.local.dir": str(directory / "local"),
         "spark.sql.catalogImplementation": "in-memory",
         "spark.sql.session.timeZone": "UTC",
-        # The default of 200 is for clusters; on one machine it only adds empty tasks.
-        "spark.sql.shuffle.partitions": str(cores),
         "spark.sql.warehouse.dir": str(directory / "warehouse"),
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
     }
 
 
+def _local_settings(cores: int) -> dict[str, str]:
+    return {
+        **_LOOPBACK,
+        # The default of 200 is for clusters; on one machine it only adds empty tasks.
+        "spark.sql.shuffle.partitions": str(cores),
+    }
+
+
+def _cluster_settings(master: str) -> dict[str, str]:
+    # Executors must reach the driver; where the master is on this machine, so are they.
+    return _LOOPBACK if "//127.0.0.1:" in master or "//localhost:" in master else {}
+
+
 @contextmanager
-def _launch_environment(java: Java) -> Iterator[None]:
+def _launch_environment(java: Java, settings: Mapping[str, str], *, local: bool) -> Iterator[None]:
     """Set what Spark reads from the environment only, while it starts; put everything back afterwards."""
     wanted = {
         # Without these two, Spark takes the first `java` and `python3` of PATH: perhaps not the checked
         # runtime, and perhaps not this interpreter.
         "JAVA_HOME": str(java.home),
-        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": sys.executable if local else os.environ.get("PYSPARK_PYTHON", sys.executable),
         # Otherwise Spark looks up the host name and warns about the address it finds.
-        "SPARK_LOCAL_IP": "127.0.0.1",
+        **({"SPARK_LOCAL_IP": "127.0.0.1"} if "spark.driver.host" in settings else {}),
         # Wins over spark.local.dir where it is set.
         "SPARK_LOCAL_DIRS": None,
     }

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import (
@@ -30,12 +31,13 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from parti.errors import ConfigError, ConnectionFailed, DataLost, NoResponders, RequestTimeout
-from parti.jetstream.blocking import BlockingClient
+from parti.errors import ConfigError, DataLost, PartiError
+from parti.jetstream.blocking import BlockingClient, passes
 from parti.jetstream.ranges import Range, RangeReader, Wanted
 from parti.spark.options import SourceOptions, read_source_options
 from parti.spark.planning import bounds, count, earlier, lost, missing_in, resolve, split, thins_by_design
 from parti.spark.pushdown import Narrowing
+from parti.spark.refusals import plainly
 from parti.spark.rows import BatchMaker, Layout
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class JetStreamDataSource(DataSource):
         """The name of the format."""
         return FORMAT
 
+    @plainly()
     def schema(self) -> str:
         """The columns; the server is asked here, so that `load()` fails at once when the stream cannot be read."""
         options = read_source_options(self._given)
@@ -77,13 +80,15 @@ class JetStreamDataSource(DataSource):
             client.stream_info(options.stream)
         return Layout.of(options).ddl
 
+    @plainly()
     def reader(self, schema: StructType) -> DataSourceReader:
         """Reads a batch."""
         return JetStreamReader(read_source_options(self._given, streaming=False))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Reads micro-batches."""
-        return JetStreamStreamReader(read_source_options(self._given, streaming=True))
+        # Spark stumbles over an error here before it shows it: options are read when the first question comes.
+        return JetStreamStreamReader(lambda: read_source_options(self._given, streaming=True))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Publishes a batch."""
@@ -121,13 +126,14 @@ def _read(options: SourceOptions, partition: RangePartition) -> Iterator[Any]:
     )
     reader = RangeReader(options.target, wanted, name="parti-spark-task")
     maker = BatchMaker(Layout.of(options))
-    for chunk in reader.chunks():
-        yield maker.make(chunk)
-    if reader.missing:
-        error = lost(options.stream, reader.missing, filtered=bool(partition.subjects))
-        if partition.strict:
-            raise error
-        _tell(f"{error}".removesuffix("; set failOnDataLoss=false to go on without them"))
+    with plainly():
+        for chunk in reader.chunks():
+            yield maker.make(chunk)
+        if reader.missing:
+            error = lost(options.stream, reader.missing, filtered=bool(partition.subjects))
+            if partition.strict:
+                raise error
+            _tell(f"{error}".removesuffix("; set failOnDataLoss=false to go on without them"))
 
 
 def _partitions(
@@ -162,6 +168,7 @@ class JetStreamReader(DataSourceReader):
                 left.append(one)
         return left
 
+    @plainly()
     def partitions(self) -> Sequence[InputPartition]:
         """Fix the range, look for what is gone, and cut it into tasks."""
         options, narrowing = self._options, self._narrowing
@@ -212,11 +219,17 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
     them changes by itself.
     """
 
-    def __init__(self, options: SourceOptions) -> None:
-        self._options = options
+    def __init__(self, options: Callable[[], SourceOptions]) -> None:
+        self._read_options = options
         self._client: BlockingClient | None = None
         self._bound: int | None = None
         self._begin_empty = False
+        self._waits = False
+
+    @cached_property
+    def _options(self) -> SourceOptions:
+        with plainly():
+            return self._read_options()
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         """Where a new query begins."""
@@ -252,8 +265,11 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
             begin = first
         elif last + 1 < begin:
             # A restored stream, or a server that is behind: wait rather than read other messages as these.
-            _tell(f"stream {options.stream!r} ends at {last}, before the checkpoint's {begin - 1}; waiting")
+            if not self._waits:
+                _tell(f"stream {options.stream!r} ends at {last}, before the query's {begin - 1}; waiting")
+            self._waits = True
             return start
+        self._waits = False
         end = last + 1 if self._bound is None else min(last + 1, max(begin, self._bound))
         if isinstance(limit, ReadMaxRows):
             end = min(end, begin + limit.max_rows)
@@ -315,6 +331,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
             self._client.close()
             self._client = None
 
+    @plainly()
     def _ask(self, question: Callable[[BlockingClient], _T]) -> _T:
         """Ask the server; try again for a minute, because an error here would end the query."""
         deadline_s = time.monotonic() + _PATIENCE_S
@@ -323,15 +340,16 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
                 if self._client is None:
                     self._client = BlockingClient.open(self._options.target, name="parti-spark-driver")
                 return question(self._client)
-            except (ConnectionFailed, NoResponders, RequestTimeout) as error:
+            except PartiError as error:
                 self.stop()
-                if error.fatal or time.monotonic() >= deadline_s:
+                if not passes(error) or time.monotonic() >= deadline_s:
                     raise
                 time.sleep(0.2)
 
     def __getstate__(self) -> dict[str, Any]:
         """What tasks get: no connection."""
-        return {**self.__dict__, "_client": None}
+        found = {name: value for name, value in self.__dict__.items() if name != "_read_options"}
+        return {**found, "_options": self._options, "_client": None}
 
 
 def _offset(created: str, missed: int, following: int) -> dict[str, Any]:
