@@ -9,7 +9,8 @@ EXTRAS := embedded spark console otel
 JOBS   ?= 3
 
 .PHONY: help demo test test-slow lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-scale \
-	bench-coordination bench-backfill bench-state bench-replay bench-ledger bench-spark-sink bench-sink-kills soak sim chaos requirements clean
+	bench-coordination bench-backfill bench-state bench-audit bench-replay bench-ledger bench-spark-source bench-spark-sink \
+	bench-sink-kills bench-ingest-kills soak sim chaos requirements clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -21,7 +22,7 @@ demo: $(VENV)/.stamp-demo ## start a server and a worker, send it messages, show
 
 test: lint ## everything that must pass: lint, then all tests
 	@echo "== pytest"
-	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadgroup) $(PYTEST_ARGS)
 	@echo "make test: all checks and tests passed"
 
 test-slow: $(VENV)/.stamp-dev ## the tests that `make test` leaves out because they take long
@@ -68,17 +69,26 @@ bench-backfill: $(VENV)/.stamp-dev ## three ways to read what a partition has ga
 bench-state: $(VENV)/.stamp-dev ## how fast the state of a partition travels from one owner to the next
 	@$(BIN)/python -m benchmarks.state_transfer $(BENCH_ARGS)
 
+bench-audit: $(VENV)/.stamp-dev ## audit five million ledger rows, clean and with planted faults
+	@$(BIN)/python -m benchmarks.bench_audit $(BENCH_ARGS)
+
 bench-ledger: $(VENV)/.stamp-dev ## what the ledger costs a worker: off, sampled, full
 	@$(BIN)/python -m benchmarks.bench_ledger $(BENCH_ARGS)
 
 bench-replay: $(VENV)/.stamp-dev ## a million messages handed to Spark and back while workers go on, against the workers
 	@$(BIN)/python -m benchmarks.bench_replay $(BENCH_ARGS)
 
+bench-spark-source: $(VENV)/.stamp-dev ## how fast Spark reads a stream, against the bare reader, nats-py and Parquet
+	@$(BIN)/python -m benchmarks.bench_spark_source $(BENCH_ARGS)
+
 bench-spark-sink: $(VENV)/.stamp-dev ## how fast Spark publishes, against the bare publisher and nats-py
 	@$(BIN)/python -m benchmarks.bench_spark_sink $(BENCH_ARGS)
 
 bench-sink-kills: $(VENV)/.stamp-dev ## kill a publishing Spark query ten times in the middle of a batch
 	@$(BIN)/python -m benchmarks.sink_kills $(BENCH_ARGS)
+
+bench-ingest-kills: $(VENV)/.stamp-dev ## kill the bronze ingest ten times in the middle of a batch: each message once?
+	@$(BIN)/python -m benchmarks.ingest_kills $(BENCH_ARGS)
 
 soak: $(VENV)/.stamp-dev ## five minutes at full rate: does memory stay flat?
 	@$(BIN)/python -m benchmarks.soak_worker $(BENCH_ARGS)

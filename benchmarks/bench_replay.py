@@ -78,7 +78,11 @@ class Run:
 class Notes:
     """What handlers noted, read as it grows."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, backlog: int) -> None:
+        """The first `backlog` sequences of the stream are the backlog."""
+        self.of_backlog = 0
+        """How many of the backlog were handled; a repeated one counts again."""
+        self._backlog = backlog
         self._directory = directory
         self._at: dict[Path, int] = defaultdict(int)
         self.rows: list[tuple[str, int, int, str, int]] = []
@@ -94,6 +98,7 @@ class Notes:
             for line in whole.decode().splitlines():
                 partition, seq, fence, worker, stamp = line.split()
                 self.rows.append((partition, int(seq), int(fence), worker, int(stamp)))
+                self.of_backlog += int(seq) <= self._backlog
         return len(self.rows)
 
     def judge(self, stored: int) -> Findings:
@@ -117,7 +122,7 @@ class Scene:
 
     def __init__(self, url: str, notes: Path, api: JetStreamApi, arguments: argparse.Namespace) -> None:
         self.url = url
-        self.notes = Notes(notes)
+        self.notes = Notes(notes, arguments.messages)
         self.api = api
         self.chosen = [f"c{n}" for n in range(arguments.chosen)]
         self.others = [f"o{n}" for n in range(arguments.others)]
@@ -152,10 +157,9 @@ class Scene:
 
     async def handled(self, count: int, line: LiveLine) -> None:
         """Return when so many messages of the backlog have been handled."""
-        deadline_s, done = time.monotonic() + _WAIT_S, 0
-        while done < count:
+        deadline_s = time.monotonic() + _WAIT_S
+        while (done := self.notes.of_backlog) < count:
             self.notes.read()
-            done = sum(row[1] <= self.backlog for row in self.notes.rows)
             line.show(f"handled {done:,} of {count:,}")
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"only {done} of {count} messages were handled")
@@ -220,7 +224,7 @@ async def _by_workers(scene: Scene, arguments: argparse.Namespace, stack: ExitSt
 
 
 async def _by_replay(scene: Scene, arguments: argparse.Namespace, stack: ExitStack, line: LiveLine) -> float:
-    spark = stack.enter_context(open_session("bench-replay", arguments.master))
+    spark = await asyncio.to_thread(stack.enter_context, open_session("bench-replay", arguments.master))
     found = _app()
     settings, job = found.job(fleet=True, nats=scene.url)
     request = Request(
@@ -250,8 +254,8 @@ def _app() -> Any:
 
 async def _settle(scene: Scene, stored: int) -> None:
     """Until everything has been handled, or nothing happens any more."""
-    before, quiet = -1, 0
-    while len({row[1] for row in scene.notes.rows}) < stored and quiet < 40:
+    before, quiet, count = -1, 0, scene.notes.read()
+    while (count < stored or len({row[1] for row in scene.notes.rows}) < stored) and quiet < 40:
         count = scene.notes.read()
         quiet, before = (0, count) if count != before else (quiet + 1, before)
         await asyncio.sleep(0.25)

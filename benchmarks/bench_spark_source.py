@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -83,7 +84,7 @@ def plain(url: str, rows: int, processes: int) -> tuple[int, int]:
     with pool.Pool(processes) as workers:
         workers.map(len, [[]] * processes)  # start them before the clock runs
         begin_s = time.perf_counter()
-        parts = workers.starmap(read_plainly, [(url, a, b) for a, b in zip(cuts, cuts[1:], strict=False)])
+        parts = workers.starmap(read_plainly, [(url, a, b) for a, b in itertools.pairwise(cuts)])
         console.log(f"plain x{processes}: {rows / (time.perf_counter() - begin_s):,.0f} rows/s without the start")
     return sum(p[0] for p in parts), sum(p[1] for p in parts)
 
@@ -225,6 +226,12 @@ def _ratio(left: list[float], right: list[float]) -> float:
 # ── streaming ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def reached(progress: Any) -> int:
+    """The first sequence behind a batch."""
+    end = progress["sources"][0]["endOffset"]
+    return int((json.loads(end) if isinstance(end, str) else end or {"next": 0})["next"])
+
+
 def bench_streaming(spark: SparkSession, url: str, rate: int, seconds: int, lake: Path) -> dict[str, Any]:
     """Publish at a steady rate and follow with a query."""
     from pyspark.sql import functions as f  # noqa: PLC0415
@@ -306,7 +313,7 @@ def show(result: dict[str, Any]) -> bool:
     console.print(f"spark 2 / parquet {batch['of_parquet']}")
     if "streaming" in result:
         console.print(f"streaming: {result['streaming']}")
-    return good and fast
+    return bool(good and fast)
 
 
 def main() -> int:

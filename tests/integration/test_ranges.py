@@ -20,7 +20,7 @@ from tests.integration.streams import Reading, Stream, block, read_all
 from parti.embedded import Cluster, Server
 from parti.embedded.monitor import ask
 from parti.errors import ApiError, NotFound, PermissionDenied, StreamNotFound
-from parti.jetstream import ranges
+from parti.jetstream import direct_ranges, pulled_ranges, ranges
 from parti.jetstream.ranges import Chunk, RangeReader, Wanted
 from parti.jetstream.target import Target
 from parti.model.headers import parse_all_headers
@@ -47,8 +47,9 @@ def make(stream: Stream, retention: str, **config: Any) -> None:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few thousand messages are many requests and many chunks."""
-    monkeypatch.setattr(ranges, "_PULL", 100)
-    monkeypatch.setattr(ranges, "_CHUNK_ROWS", 200)
+    monkeypatch.setattr(pulled_ranges, "_PULL", 100)
+    monkeypatch.setattr(direct_ranges, "_BATCH", 100)
+    monkeypatch.setattr(pulled_ranges, "_CHUNK_ROWS", 200)
     monkeypatch.setattr(ranges, "_PAUSE_S", 0.01)
 
 
@@ -467,11 +468,10 @@ def test_who_reads_too_slowly_to_answer_pings_is_cut_off_and_goes_on(
 
 
 def test_the_parser_does_not_care_how_bytes_are_cut() -> None:
-    """Against a parser that is too simple to be wrong: it has all bytes at once."""
+    """What comes out is what was put in, also where payloads look like protocol."""
     generator = random.Random(20)
     for _ in range(150):
         messages, wire, statuses = _conversation(generator)
-        taken: list[tuple[bytes, bytes, bytes | None, bytes]] = []
         parser, lines = _parser()
         chunk, rest, pos = Chunk(), b"", 0
         most = generator.choice((1, 7, 100, 5000))
@@ -480,9 +480,8 @@ def test_the_parser_does_not_care_how_bytes_are_cut() -> None:
             data = rest + wire[pos : pos + step]
             pos += step
             rest = data[parser._parse(data, chunk) :]
-        taken += zip(chunk.subjects, chunk.replies, chunk.headers, chunk.payloads, strict=True)
         assert rest == b""
-        assert taken == messages
+        assert list(zip(chunk.subjects, chunk.replies, chunk.headers, chunk.payloads, strict=True)) == messages
         assert lines == statuses
 
 
@@ -530,7 +529,7 @@ def _conversation(
 
 def _parser() -> tuple[Any, list[bytes]]:
     lines: list[bytes] = []
-    parser = object.__new__(ranges._Pulling)
+    parser = object.__new__(pulled_ranges.PulledRange)
     parser._wanted = Wanted(stream="S", created="", start=1, end=100)
     parser._client = SimpleNamespace(take_line=lines.append)  # type: ignore[assignment]
     parser._outstanding = 10**6

@@ -111,7 +111,6 @@ async def test_a_fleet_is_audited_while_it_works_and_planted_faults_are_found_ex
         await eventually(lambda: len(done) >= sum(map(len, sent.values())))
         live = await audited(spark, kit, state)
         assert found(live) == {}
-        assert live.seen["partitions"] == len(PARTITIONS)
         assert live.seen["rows"] > 0
         await made[0].stop()
         sent = merge(sent, await kit.publish(PARTITIONS, each=10))
@@ -142,6 +141,7 @@ async def test_a_fleet_is_audited_while_it_works_and_planted_faults_are_found_ex
     place = ["--nats", kit.url, "--bucket", f"b{kit.root}"]
     report, output = tmp_path / "audit.html", tmp_path / "tables"
     command = ["audit", "--stream", kit.stream, "--report", str(report), "--output", str(output), "--json", *place]
+    capsys.readouterr()  # what the workers have logged
     assert await asyncio.to_thread(main, command) == 1
     answer = json.loads(capsys.readouterr().out)
     checks = {check["invariant"]: check for check in answer["checks"]}

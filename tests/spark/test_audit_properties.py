@@ -15,7 +15,7 @@ from parti.spark.ledger import LEDGER_COLUMNS
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 Told = tuple[str, str, int, int | None]
 

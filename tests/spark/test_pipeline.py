@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from parti.embedded import Server
 from parti.errors import ConfigError, PipelineFailed
 from parti.jetstream.blocking import BlockingClient
 from parti.jetstream.target import Target
+from parti.model.ledger import LedgerBatch, encode_batch
 from parti.spark.pipelines import bronze, run
 from parti.spark.pipelines.progress import Step
 from parti.spark.pipelines.settings import PipelineSettings
@@ -170,7 +172,7 @@ def test_a_batch_that_is_run_again_is_there_once_and_what_is_gone_is_told(
     client.api(f"STREAM.PURGE.{stream_name}", {"seq": 11})
     ingest.prepare(spark)
     assert list((tmp_path / "_staging").iterdir()) == []
-    # The batch is run again as far as the stream goes; then the purged message is missed.
+    # The batch is run again and its messages are gone from the stream: that is told, and the table keeps them.
     with pytest.raises(PipelineFailed, match=r"^bronze: .*gone") as failed:
         bronze.follow(ingest.start(spark), threading.Event())
     assert "\n" not in str(failed.value)
@@ -186,6 +188,36 @@ def test_a_batch_that_is_run_again_is_there_once_and_what_is_gone_is_told(
     (tmp_path / "_checkpoints").rename(tmp_path / "_gone")
     with pytest.raises(ConfigError, match=r"the checkpoint .* is gone"):
         ingest.prepare(spark)
+
+
+def test_the_ledger_is_decoded_into_two_tables(spark: SparkSession, tmp_path: Path) -> None:
+    rows = LedgerBatch(
+        "DC",
+        "t0",
+        "worker-0",
+        "p1",
+        0,
+        partitions=("etch1.c3",),
+        fences=(7,),
+        partition_index=array("I", [0]),
+        seq=array("q", [5]),
+        attempt=array("I", [1]),
+        outcome=array("B", [0]),
+        received_us=array("q", [1]),
+        started_us=array("q", [2]),
+        finished_us=array("q", [3]),
+    )
+    batches = [rows, LedgerBatch("DC", "t0", "worker-0", "p1", 1, closed=True)]
+    messages = spark.createDataFrame(
+        [(seq, encode_batch(batch)) for seq, batch in enumerate(batches, 1)], "seq bigint, payload binary"
+    )
+    sink = bronze.Sink(str(tmp_path), "ledger", str(tmp_path / "_checkpoints/ledger"), "DC-ledger", "t1")
+    sink(messages.coalesce(1), 0)
+    ledger, chains = (Table(spark, str(tmp_path), name) for name in ("ledger", "ledger_batches"))
+    row = ledger.read().select("stream", "seq", "partition", "fence", "outcome", "batch_id").collect()
+    assert [tuple(r) for r in row] == [("DC", 5, "etch1.c3", 7, "handled", 0)]
+    chain = chains.read().select("number", "closed", "rows", "ledger_seq").orderBy("number").collect()
+    assert [tuple(r) for r in chain] == [(0, False, 1, 1), (1, True, 0, 2)]
 
 
 def test_a_query_can_be_stopped(spark: SparkSession, tmp_path: Path) -> None:

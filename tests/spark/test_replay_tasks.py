@@ -158,7 +158,7 @@ async def test_what_cannot_be_replayed_is_refused_before_anything_changes(kit: K
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("next_one", ["the same command", "a worker"])
+@pytest.mark.parametrize("next_one", ["the same command", pytest.param("a worker", marks=pytest.mark.slow)])
 async def test_a_replay_that_is_killed_loses_nothing(kit: Kit, tmp_path: Path, next_one: str) -> None:
     journal = Journal(tmp_path / "journal")
     sent = await kit.publish(CHOSEN, each=120)

@@ -31,7 +31,7 @@ def steps() -> list[tuple[int, str, str | None]]:
     return found
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_the_walk_through_runs_as_written(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

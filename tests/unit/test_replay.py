@@ -116,3 +116,11 @@ def test_answers_survive_the_wire() -> None:
     assert decode_answer(encode(answer)) == answer
     with pytest.raises((ValueError, TypeError, KeyError)):
         decode_answer(b'{"for_s": 1}')
+
+
+def test_what_an_earlier_run_has_stored_is_not_forgotten() -> None:
+    holdings = Holdings()
+    holdings.know({"a": 30, "b": 12})
+    holdings.grant({"a": Grant(1, 20)})
+    assert holdings.held["a"].position == 30
+    assert holdings.positions == {"a": 30, "b": 12}

@@ -80,6 +80,7 @@ def test_defaults() -> None:
         ("includeHeaders", "true", "headers", "parsed"),
         ("includeHeaders", "false", "headers", "none"),
         ("includePayload", "false", "payload", False),
+        ("filterPushdown", "true", "pushdown", True),
         ("subjectTemplate", "dc.{tool}.{chamber}.x", "keys", ("tool", "chamber")),
     ],
 )

@@ -76,7 +76,8 @@ class GuestReading:
             self._keeper = ProgressKeeper(
                 store, seat.worker_id, self._metrics, self._health, incarnation=seat.incarnation
             )
-            await self._keeper.load(self._stream)
+            # What an earlier run has stored stays in the record, until somebody has it at a later position.
+            self.holdings.know((await self._keeper.load(self._stream)).behind)
 
     async def update_worker_consumer(self, worker_id: str, partitions: Sequence[Partition]) -> None:
         """There is no consumer: what is granted is held already."""

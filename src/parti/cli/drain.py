@@ -70,7 +70,11 @@ async def _drain(control: Control, names: Sequence[str], patience: Patience, *, 
 
 def _check_others(situation: Situation, drained: Collection[str], workers: Sequence[str]) -> None:
     members = situation.records.members.items()
-    if not [worker for worker, member in members if member.state == "active" and worker not in drained]:
+    if not [
+        worker
+        for worker, member in members
+        if member.state == "active" and not member.guest and worker not in drained
+    ]:
         raise ConfigError(
             f"nobody would be left to take what {listed(workers)} {'owns' if len(workers) == 1 else 'own'}; start "
             f"another worker, undo another drain, or insist with --force"

@@ -72,7 +72,7 @@ class ClaimStore:
         return self._fence
 
     def given(self, owner: str, incarnation: int, estate: Estate, *, reason: str, home: str = "") -> Claim:
-        """The claim that makes somebody the owner of what the last one left behind; `home`: who lends it to a guest."""
+        """The claim that makes somebody the owner of what the last one left behind; `home`: who lends it."""
         return Claim(
             owner=owner,
             incarnation=incarnation,

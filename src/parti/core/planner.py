@@ -382,10 +382,9 @@ class _Step:
         due = [p for p in orphans if p not in self._planner._held_back]
         places = self._places(orphans, due)
         given: list[Command] = [Give(p, places[p], self._why_given(p)) for p in due if p in places]
-        if len(given) < len(due) and not self._residents:
-            return FleetState.DEGRADED, f"{_count(len(due) - len(given))} without owner: only guests are here", given
         if len(given) < len(due):
-            return FleetState.DEGRADED, f"{_count(len(due) - len(given))} without owner: every worker is full", given
+            why = "every worker is full" if self._residents else "only guests are here"
+            return FleetState.DEGRADED, f"{_count(len(due) - len(given))} without owner: {why}", given
         if not given:
             return FleetState.DEGRADED, f"{_count(len(orphans))} without owner: claims could not be written", []
         lost = sorted({c.owner for p in due if (c := self._view.claims.get(p)) and c.owner})

@@ -127,6 +127,11 @@ class Holdings:
                 self._known[partition] = position
                 self._held[partition] = Holding(partition, grant.fence_token, position, grant.suspect, grant.deaths)
 
+    def know(self, positions: Mapping[str, int]) -> None:
+        """Take in positions that were stored before."""
+        for partition, position in positions.items():
+            self._known[partition] = max(position, self._known.get(partition, 0))
+
     def lose(self) -> None:
         """The lease has ended: nothing is held, and no answer lets a task go on."""
         self._held.clear()

@@ -323,7 +323,9 @@ def _checks(found: DataFrame, tables: Mapping[str, DataFrame]) -> tuple[tuple[Ch
 
 
 def _count_rows(name: str, rows: DataFrame) -> Check:
-    return Check(name, rows.count(), 0, tuple(row.asDict() for row in rows.limit(EXAMPLES).collect()))
+    number = rows.count()
+    some = rows.limit(EXAMPLES).collect() if number else []
+    return Check(name, number, 0, tuple(row.asDict() for row in some))
 
 
 def _count(marked: DataFrame) -> dict[str, int]:

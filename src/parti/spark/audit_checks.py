@@ -52,7 +52,9 @@ def mark(
     skip one and the same message only the first is given.
     """
     marked = _by_start(_by_holding(_by_sequence(rows, since_seq, skew_us), troubles), skew_us)
-    new = sf.lit(True) if every else ~sf.col("overtaken_before").eqNullSafe(sf.col("overtaken"))
+    if not every:
+        new = ~sf.col("overtaken_before").eqNullSafe(sf.col("overtaken"))
+        marked = marked.withColumn("overtaken", sf.when(new, sf.col("overtaken")))
     finished = sf.col("kind") == FINISHED
     wanted = [
         sf.col("kind") == STORED,
@@ -62,7 +64,7 @@ def mark(
         finished & sf.col("dead"),
         finished & sf.col("kept"),
         finished & (sf.col("stale") | sf.col("at_once") | sf.col("went_back")),
-        finished & sf.col("overtaken").isNotNull() & new,
+        finished & sf.col("overtaken").isNotNull(),
         finished & sf.col("unknown") & (sf.col("seq") <= sf.col("settled_before")),
     ]
     return marked.where(reduce(lambda one, other: one | other, wanted))

@@ -142,7 +142,7 @@ th { text-align: left; color: var(--muted); font-weight: 500; }
 th, td { padding: 5px 12px 5px 0; border-bottom: 1px solid var(--faint); vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .scroll { overflow-x: auto; } code { font-size: 0.88em; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); gap: 10px; margin: 16px 0 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 10px; margin: 16px 0 0; }
 .tile { background: var(--card); border-radius: 8px; padding: 9px 12px; }
 .tile b { display: block; font-size: 1.15rem; }
 .tile span { color: var(--muted); font-size: 0.83rem; }
@@ -206,7 +206,7 @@ def _check_table(checks: Sequence[Check]) -> str:
             f"<tr><td>{escape(check.name)}</td><td>{escape(check.title)}</td>"
             f'<td class="n">{check.count:,}{also}</td><td>{held}</td></tr>'
         )
-    head = '<tr><th>invariant</th><th>counts what was</th><th class="n">found</th><th>verdict</th></tr>'
+    head = '<tr><th>invariant</th><th>what is counted</th><th class="n">found</th><th>verdict</th></tr>'
     return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
 
 
@@ -277,7 +277,10 @@ def _plots(picture: Picture) -> list[str]:
             "median, 95th and 99th percentile of each step",
         ),
         f"<h2>Owners of the first {len(owners)} partitions</h2>",
-        _figure(legend(list(place)) + timeline(owners), "from the first start to the last finish of each holding"),
+        _figure(
+            legend([*place, *([_OTHERS] if len(workers) > len(place) else [])]) + timeline(owners),
+            "from the first start to the last finish of each holding",
+        ),
     ]
 
 

@@ -47,6 +47,7 @@ SOURCE_OPTIONS = (
     "includeHeaders",
     "includePayload",
     "subjectTemplate",
+    "filterPushdown",
 )
 DEFAULT_SERVERS = "nats://127.0.0.1:4222"
 COLUMNS = ("stream", "seq", "subject", "timestamp", "headers", "payload")
@@ -93,6 +94,7 @@ class SourceOptions:
     headers: HeaderForm = "none"
     payload: bool = True
     template: str | None = None
+    pushdown: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -118,6 +120,7 @@ def read_source_options(given: Mapping[str, str], *, streaming: bool | None = No
         headers=_header_form(options.text("includeHeaders")),
         payload=options.flag("includePayload", default=True),
         template=_template(options.text("subjectTemplate")),
+        pushdown=options.flag("filterPushdown", default=False),
     )
     if any(c in ".*>/\\" or c.isspace() or not c.isprintable() for c in found.stream):
         raise ConfigError(f"stream: {found.stream!r} is no stream name; expected no dots, spaces or wildcards")

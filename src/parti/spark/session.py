@@ -124,7 +124,7 @@ def _connect_session(app_name: str, address: str, conf: Mapping[str, str]) -> It
 
 
 def register(spark: SparkSession) -> None:
-    """Teach a session `format("jetstream")`, with filters pushed down; again does no harm.
+    """Teach a session `format("jetstream")`, and let it push filters down; again does no harm.
 
     Where parti is installed Spark finds the format by itself, but leaves filters to itself unless told otherwise.
     """

@@ -83,7 +83,8 @@ class JetStreamDataSource(DataSource):
     @plainly()
     def reader(self, schema: StructType) -> DataSourceReader:
         """Reads a batch."""
-        return JetStreamReader(read_source_options(self._given, streaming=False))
+        options = read_source_options(self._given, streaming=False)
+        return NarrowingReader(options) if options.pushdown else JetStreamReader(options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Reads micro-batches."""
@@ -158,16 +159,6 @@ class JetStreamReader(DataSourceReader):
         self._options = options
         self._narrowing = Narrowing()
 
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Use filters on seq, timestamp and subject; gives back those that Spark must look at again."""
-        left = []
-        for one in filters:
-            attribute, value = getattr(one, "attribute", ()), getattr(one, "value", None)
-            self._narrowing, exact = self._narrowing.take(type(one).__name__, attribute, value)
-            if not exact:
-                left.append(one)
-        return left
-
     @plainly()
     def partitions(self) -> Sequence[InputPartition]:
         """Fix the range, look for what is gone, and cut it into tasks."""
@@ -196,6 +187,25 @@ class JetStreamReader(DataSourceReader):
         """Read one range; runs in a task."""
         assert isinstance(partition, RangePartition)
         return _read(self._options, partition)
+
+
+class NarrowingReader(JetStreamReader):
+    """A batch that reads no more than its filters want.
+
+    Only on request, because of Spark 4.3: it keeps the partitions of the last filtered query on a DataFrame and uses
+    them for the next query without a filter, which would then see only those rows. A reader that has this method is
+    also refused where `spark.sql.python.filterPushdown.enabled` is off.
+    """
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Use filters on seq, timestamp and subject; gives back those that Spark must look at again."""
+        left = []
+        for one in filters:
+            attribute, value = getattr(one, "attribute", ()), getattr(one, "value", None)
+            self._narrowing, exact = self._narrowing.take(type(one).__name__, attribute, value)
+            if not exact:
+                left.append(one)
+        return left
 
 
 def _look_for_losses(

@@ -50,9 +50,13 @@ _BATCHES_PER_WINDOW = 3
 """Acknowledgements that are held count against MaxAckPending: the window is cut into so many batches, so that one
 fills while others are on their way."""
 _AT_ONCE = 4
+"""A batch is published when all but the last few before it are stored: a hole that a crash leaves in a chain that is
+not closed is among its last numbers."""
 _MOST_BATCHES, _FEW_BATCHES = 16, 4
 """With so many batches waiting to be stored no handler is started, until there are few."""
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 1.0
+_ANSWER_S = 2.0
+"""After this a batch is published again; the stream recognises one that it has."""
 _WAIT_S = 1.0
 _KEEP_S = 30 * 86_400
 _SAME_ID_S = 120
@@ -113,6 +117,8 @@ class _Pending:
     rows: int
     replies: list[bytes]
     sealed_s: float
+    before: tuple[asyncio.Future[None], ...]
+    """What is `done` of the last few before it, the oldest first."""
     done: asyncio.Future[None]
     """It and all before it are stored."""
     stored: bool = False
@@ -187,7 +193,6 @@ class Ledger:
         self._ledger_stream = ledger_stream_of(settings, stream)
         self._max_payload = max_payload - _ROOM
         self._pending: deque[_Pending] = deque()
-        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sealing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -283,8 +288,9 @@ class Ledger:
             return
         message_id = f"{self._chain.process}:{self._chain.number}"
         self._chain.number += 1
+        before = tuple([other.done for other in self._pending][-_AT_ONCE:])
         done: asyncio.Future[None] = self._loop.create_future()
-        pending = _Pending(message_id, payload, len(rows), replies, time.perf_counter(), done)
+        pending = _Pending(message_id, payload, len(rows), replies, time.perf_counter(), before, done)
         self._pending.append(pending)
         task = self._loop.create_task(self._publish(pending))
         self._tasks.add(task)
@@ -325,9 +331,12 @@ class Ledger:
         headers = {"Nats-Msg-Id": pending.message_id, "Nats-Expected-Stream": self._ledger_stream}
         delay_s = _RETRY_MIN_S
         while True:
+            if pending.before and (self._trouble or len(pending.before) == _AT_ONCE):
+                # In trouble one after the other, else within a window: a batch that is stored while an older one is
+                # not leaves a hole after a crash.
+                await asyncio.wait([pending.before[-1 if self._trouble else 0]])
             try:
-                async with self._turns:
-                    await self._api.publish(self._subject, pending.payload, headers=headers)
+                await self._api.publish(self._subject, pending.payload, headers=headers, timeout_s=_ANSWER_S)
                 break
             except Exception as error:  # whatever it is, nothing may go on without these rows
                 pending.failing = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parti.errors import ConfigError
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 REASONS = ("malformed", "type", "missing", "subject", "future", "late")
 _WHITE = " \t\r\n"
+_FEW = 20
+"""Batches whose watermarks are written into the query; for more of them a join is cheaper."""
 _OWN = ("stream", "seq", "subject", "timestamp", "event_time", "batch_id")
 
 
@@ -81,42 +84,63 @@ def _refine(
         StorageLevel.MEMORY_AND_DISK
     )
     try:
-        newest = judged.groupBy("batch_id").agg(
-            F.max(F.when(F.col("reason").isNull(), F.col("event_us"))).alias("us")
-        )
-        by_batch = {row["batch_id"]: row["us"] for row in newest.collect()}
+        ages = _ages(judged)
         before: int | None = None
         for commit in earlier:
             before = later(before, commit.meta.get("event_time_us_max"))
-        marks = watermarks(by_batch, before, settings.lateness_us)
+        marks = watermarks({batch: age.newest_us for batch, age in ages.items()}, before, settings.lateness_us)
         dated = _date(judged, marks)
-        bad = dated.where(F.col("reason").isNotNull()).select(*_OWN, "payload", "reason", "detail")
-        quarantined = quarantine.commit(
-            span, bad, stats={name: F.count_if(F.col("reason") == name) for name in REASONS}, keep_empty=False
-        )
+        quarantined = None
+        if any(age.has_bad_ones(marks[batch]) for batch, age in ages.items()):
+            bad = dated.where(F.col("reason").isNotNull()).select(*_OWN, "payload", "reason", "detail")
+            reasons = {name: F.count_if(F.col("reason") == name) for name in REASONS}
+            quarantined = quarantine.commit(span, bad, stats=reasons)
         good = dated.where(F.col("reason").isNull())
         if settings.dedup:
             good = _first_ones(good, silver, earlier, marks, settings)
-        newest_us = before
-        for us in by_batch.values():
-            newest_us = later(newest_us, us)
+        newest_us: int | None = None
+        for age in ages.values():
+            newest_us = later(newest_us, age.newest_us)
         refused = {name: int(quarantined.meta[name] or 0) if quarantined else 0 for name in REASONS}
         meta = {
             "source": {"table": "bronze", "first": span[0], "last": span[1]},
-            "watermark_us": watermark(newest_us, settings.lateness_us),
+            # Of all events, those that are dropped as repeats too: what is late must not depend on the grouping.
+            "event_time_us_max": newest_us,
+            "watermark_us": watermark(later(before, newest_us), settings.lateness_us),
             "counts": {"read": sum(commit.rows for commit in group), **refused},
         }
         wanted = [*_OWN, *settings.keys, *(column.name for column in settings.columns)]
-        stats = {
-            "seq_min": F.min("seq"),
-            "seq_max": F.max("seq"),
-            "event_time_us_max": F.max(F.unix_micros("event_time")),
-        }
+        stats = {"seq_min": F.min("seq"), "seq_max": F.max("seq")}
         done = silver.commit(span, good.select(*(F.col(f"`{name}`") for name in wanted)), meta, stats=stats)
     finally:
         judged.unpersist()
     assert done is not None
     return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Age:
+    """The rows of a batch: how many are broken, and the oldest and newest event of the others."""
+
+    broken: int
+    oldest_us: int | None
+    newest_us: int | None
+
+    def has_bad_ones(self, watermark_us: int | None) -> bool:
+        """Whether a row is broken or late."""
+        late = watermark_us is not None and self.oldest_us is not None and self.oldest_us < watermark_us
+        return self.broken > 0 or late
+
+
+def _ages(judged: DataFrame) -> dict[int, _Age]:
+    from pyspark.sql import functions as F  # noqa: PLC0415, N812
+
+    event_us = F.when(F.col("reason").isNull(), F.col("event_us"))
+    broken = F.count_if(F.col("reason").isNotNull())
+    found = judged.groupBy("batch_id").agg(
+        broken.alias("n"), F.min(event_us).alias("old"), F.max(event_us).alias("new")
+    )
+    return {row["batch_id"]: _Age(row["n"], row["old"], row["new"]) for row in found.collect()}
 
 
 def _newest(commit: Commit) -> float:
@@ -125,9 +149,14 @@ def _newest(commit: Commit) -> float:
 
 
 def _new_rows(rows: DataFrame, silver: Table, earlier: Sequence[Commit], group: Sequence[Commit]) -> DataFrame:
-    """The rows, each message once, without those that silver has already."""
+    """The rows, each message once, as it came first, without those that silver has already."""
+    from pyspark.sql import Window  # noqa: PLC0415
+    from pyspark.sql import functions as F  # noqa: PLC0415, N812
+
     key = ["stream", "subject", "seq"]
-    rows = rows.dropDuplicates(key)
+    # Not dropDuplicates: which of two rows it keeps is chance, and their batches decide what is late.
+    number = F.row_number().over(Window.partitionBy(*key).orderBy("batch_id"))
+    rows = rows.withColumn("_number", number).where("_number = 1").drop("_number")
     first = min((c.meta["seq_min"] for c in group if c.meta.get("seq_min") is not None), default=None)
     # Sequences grow, so in a lake that was filled from one stream there is nothing to compare with.
     close = [c for c in earlier if first is None or (c.meta.get("seq_max") or 0) >= first]
@@ -212,9 +241,15 @@ def _date(judged: DataFrame, marks: dict[int, int | None]) -> DataFrame:
     """Add the watermark of each row's batch, and the reason `late` where the row is older."""
     from pyspark.sql import functions as F  # noqa: PLC0415, N812
 
-    table = judged.sparkSession.createDataFrame(list(marks.items()), "batch_id bigint, watermark_us bigint")
     late = F.when(F.col("event_us") < F.col("watermark_us"), F.lit("late"))
-    dated = judged.join(F.broadcast(table), "batch_id", "left")
+    if len(marks) <= _FEW:
+        mark = F.lit(None).cast("bigint")
+        for batch, us in marks.items():
+            mark = F.when(F.col("batch_id") == batch, F.lit(us).cast("bigint")).otherwise(mark)
+        dated = judged.withColumn("watermark_us", mark)
+    else:
+        table = judged.sparkSession.createDataFrame(list(marks.items()), "batch_id bigint, watermark_us bigint")
+        dated = judged.join(F.broadcast(table), "batch_id", "left")
     return dated.withColumn("reason", F.coalesce("reason", late))
 
 
