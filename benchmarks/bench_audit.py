@@ -41,17 +41,23 @@ def main() -> int:
     results: dict[str, float] = {}
     with open_session("bench-audit", options.master) as spark:
         cores = spark.sparkContext.defaultParallelism
-        print(f"{options.rows:,} ledger rows, {options.partitions:,} partitions, {cores} cores, {spark.version}")
+        print(
+            f"{options.rows:,} ledger rows, {options.partitions:,} partitions, {cores} cores, Spark {spark.version}",
+            flush=True,
+        )
         results["decoded_rows_per_s"] = round(_decode(spark, options.rows))
-        _audit(spark, min(options.rows, 20_000), options.partitions, options.workers)  # the JVM warms up
+        run_audit(spark, min(options.rows, 20_000), options.partitions, options.workers)  # the JVM warms up
         for planted in (False, True):
-            found, took_s = _audit(spark, options.rows, options.partitions, options.workers, planted=planted)
+            found, took_s = run_audit(spark, options.rows, options.partitions, options.workers, planted=planted)
             right = found == (PLANTED if planted else {})
             good &= right
             name = "five planted faults" if planted else "clean"
             rate = took_s / options.rows * 1e6
             results[f"s_per_million_{'planted' if planted else 'clean'}"] = round(rate, 3)
-            print(f"{name}: {took_s:.1f} s, {rate:.2f} s a million rows; found {found or 'nothing'}, right: {right}")
+            print(
+                f"{name}: {took_s:.1f} s, {rate:.2f} s a million rows; found {found or 'nothing'}, right: {right}",
+                flush=True,
+            )
         setting = {
             "rows": options.rows,
             "partitions": options.partitions,
@@ -92,13 +98,14 @@ def _decode(spark: SparkSession, rows: int) -> float:
     began_s = time.perf_counter()
     ledger_rows(messages).agg(sf.max("seq"), sf.max("partition"), sf.max("finished")).collect()
     took_s = time.perf_counter() - began_s
-    print(f"decoding: {rows / took_s:,.0f} rows/s, {len(payload) / size:.1f} bytes a row")
+    print(f"decoding: {rows / took_s:,.0f} rows/s, {len(payload) / size:.1f} bytes a row", flush=True)
     return rows / took_s
 
 
-def _audit(
+def run_audit(
     spark: SparkSession, rows: int, partitions: int, workers: int, *, planted: bool = False
 ) -> tuple[dict[str, int], float]:
+    """Audit a synthetic history; returns what was found, by name, and how long it took."""
     from parti.spark.audit import audit  # noqa: PLC0415
 
     stored = spark.range(1, rows + 1).selectExpr(

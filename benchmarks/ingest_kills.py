@@ -48,13 +48,13 @@ class Publisher(threading.Thread):
         self.sent = 0
         self._url = url
         self._rate = rate
-        self._stop = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Publish until told to stop."""
         with BlockingClient.open(Target(servers=(self._url,)), name="publisher") as client:
             started_s = time.monotonic()
-            while not self._stop.is_set():
+            while not self._ended.is_set():
                 if self.sent < self._rate * (time.monotonic() - started_s):
                     client.request(f"kills.{self.sent % 20}", str(self.sent).encode())
                     self.sent += 1
@@ -63,7 +63,7 @@ class Publisher(threading.Thread):
 
     def end(self) -> int:
         """Stop; returns how many messages were stored."""
-        self._stop.set()
+        self._ended.set()
         self.join()
         return self.sent
 

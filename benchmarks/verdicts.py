@@ -20,14 +20,19 @@ class Verdict:
     passed: bool
 
 
+def announce(verdicts: Sequence[Verdict], console: Console) -> bool:
+    """Print a line for each verdict; whether all was shown."""
+    for verdict in verdicts:
+        word = "ok" if verdict.passed else "NOT MET"
+        console.print(f"{verdict.what}: {verdict.figure}: {word}", style="green" if verdict.passed else "red")
+    return all(verdict.passed for verdict in verdicts)
+
+
 def conclude(
     name: str, options: argparse.Namespace, verdicts: Sequence[Verdict], figures: Mapping[str, Any], console: Console
 ) -> int:
     """Print a line for each verdict and write the result with its figures; returns the exit code."""
-    for verdict in verdicts:
-        word = "ok" if verdict.passed else "NOT MET"
-        console.print(f"{verdict.what}: {verdict.figure}: {word}", style="green" if verdict.passed else "red")
-    passed = all(verdict.passed for verdict in verdicts)
+    passed = announce(verdicts, console)
     result = {
         "settings": {k: v for k, v in vars(options).items() if k != "results"},
         "passed": passed,

@@ -201,7 +201,7 @@ class ReplayFailed(PartiError):
 
 
 class PipelineFailed(PartiError):
-    """A step of the pipeline ended with an error; what it had committed stays, and the next run goes on from there."""
+    """A step of the pipeline ended with an error; what is committed stays, and the next run goes on from there."""
 
 
 class ServerTooOld(PartiError):

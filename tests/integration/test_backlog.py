@@ -21,8 +21,8 @@ from parti.embedded.monitor import ask
 from parti.errors import ApiError, NotFound, PartiError
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.backlog import BacklogReader, DirectBatch, Page
-from parti.jetstream.direct import Stored
 from parti.jetstream.connection import Connection
+from parti.jetstream.direct import Stored
 from parti.jetstream.wire import Wire, pub
 
 SILENCE = "parti.jetstream.backlog._SILENCE_S"

@@ -16,7 +16,7 @@ import parti
 def main() -> None:
     given = json.loads(sys.argv[1])
     app = parti.App(stream=given["stream"], subject=given["subject"], partitions=PARTITIONS, **given["settings"])
-    app.handler(noting(Path(given["journal"])))
+    app.handler(noting(Path(given["journal"]), guest_s=0.02))
     outcome = asyncio.run(replayed(app, given["partitions"], LocalRounds(), messages_per_round=150))
     sys.exit(0 if outcome.complete else 1)
 

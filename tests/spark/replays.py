@@ -25,24 +25,24 @@ from parti.spark.replay_task import Work, run_task
 from parti.spark.rows import BatchMaker, Layout
 
 NAME = "replay-test"
-SLOW_S = 0.02
 
 
-def noting(path: Path, *, rejects: int = 0) -> Callable[[parti.Message], Awaitable[None]]:
-    """A handler that appends to a file, and is slow in this process, where the workers are; pickled by value."""
-    here, name = os.getpid(), str(path)
+def noting(
+    path: Path, *, rejects: int = 0, worker_s: float = 0.1, guest_s: float = 0.0
+) -> Callable[[parti.Message], Awaitable[None]]:
+    """A handler that appends to a file, slow in workers, so that a backlog lasts; pickled by value."""
+    name = str(path)
 
     async def handle(message: parti.Message) -> None:
         def note(what: str) -> None:
-            line = (
-                f"{what} {time.time()} {message.partition.id} {message.seq} {message.fence} {message.worker_id} 0\n"
-            )
+            who = f"{message.partition.id} {message.seq} {message.fence} {message.worker_id}"
             with Path(name).open("ab", buffering=0) as file:
-                file.write(line.encode())
+                file.write(f"{what} {time.time()} {who} 0\n".encode())
 
         note("start")
-        if os.getpid() == here:
-            await asyncio.sleep(SLOW_S)
+        takes_s = guest_s if message.worker_id.startswith("replay-") else worker_s
+        if takes_s:
+            await asyncio.sleep(takes_s)
         note("end")
         if rejects and message.seq % rejects == 0:
             raise parti.Reject("not this one")
@@ -51,7 +51,8 @@ def noting(path: Path, *, rejects: int = 0) -> Callable[[parti.Message], Awaitab
 
 
 def app_of(kit: Kit, handler: Callable[[parti.Message], Any], **settings: Any) -> parti.App:
-    return kit.app(handler, PARTITIONS, **{**FLEET, **settings})
+    # Longer leases than other tests: what is checked here is not how soon a lost one is noticed.
+    return kit.app(handler, PARTITIONS, **{**FLEET, "lease_ttl_s": 4.0, "leader_ttl_s": 4.0, **settings})
 
 
 @contextlib.asynccontextmanager

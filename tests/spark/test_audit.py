@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from benchmarks.bench_audit import PLANTED, run_audit
 from tests.spark.audit_histories import BASE_US, Call, History
 from tests.spark.test_audit_properties import ledger_of, positions_of, stored_of, troubles_of
 
@@ -130,7 +131,12 @@ def test_each_fault_is_told_once_with_what_follows_from_it(spark: SparkSession) 
     ahead = [row.seq for row in result.tables["unfinished"].where("NOT lost").collect()]
     assert ahead == [3, 4]
     report = write_report(Picture("Audit", {}, result.checks, seen, Traffic(), [0.1], [], []))
-    assert "NoLoss, BoundedRepeatOnCrash, Order, PositionsWithinData violated" in report
+    assert "NoLoss, Order, BoundedRepeatOnCrash, PositionsWithinData violated" in report
+
+
+def test_faults_among_many_rows_are_found_exactly(spark: SparkSession) -> None:
+    found, _ = run_audit(spark, 20_000, 200, 5, planted=True)
+    assert found == PLANTED
 
 
 def test_a_mark_is_read_back_and_bad_ones_are_refused(tmp_path: Path) -> None:

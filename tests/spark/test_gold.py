@@ -39,7 +39,7 @@ from parti.spark.tables import Table
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(180)
 
 TEMPLATE = "dc.{tool}.{chamber}.completion"
 START = datetime(2026, 3, 1, 23, 40, tzinfo=UTC)

@@ -145,10 +145,11 @@ async def test_the_command_is_killed_and_goes_on(kit: Kit, java: object, tmp_pat
     sent = await kit.publish(CHOSEN, each=800)
     given = {"stream": kit.stream, "subject": kit.template, "partitions": PARTITIONS, **kit.settings, **FLEET}
     del given["worker_id"]
+    given |= {"lease_ttl_s": 5.0, "leader_ttl_s": 5.0}
     (tmp_path / "shop.py").write_text(MODULE)
     environment = {**os.environ, "APP": json.dumps(given), "JOURNAL": str(tmp_path / "journal")}
     command = [sys.executable, "-m", "parti", "replay", "run", "shop:app", "--partitions", ",".join(CHOSEN)]
-    command += ["--round", "1000", "--json"]
+    command += ["--round", "1500", "--json"]
 
     async def start() -> asyncio.subprocess.Process:
         out = asyncio.subprocess.PIPE
@@ -160,7 +161,7 @@ async def test_the_command_is_killed_and_goes_on(kit: Kit, java: object, tmp_pat
 
     killed = await start()
     try:
-        await eventually(lambda: lines() > 3_000, 400)
+        await eventually(lambda: lines() > 1_500, 400)
     finally:
         killed.kill()
         await killed.wait()

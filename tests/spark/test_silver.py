@@ -131,22 +131,28 @@ def test_rows_are_typed_and_keyed_and_what_is_wrong_is_told_apart(spark: SparkSe
     assert bytes(stored["payload"]) == payloads[3]
 
 
+@pytest.mark.parametrize(
+    ("together", "commits"),
+    [
+        pytest.param(1000, [span(0, 2)], id="all"),
+        # The arithmetic for any grouping is a property in the unit tests.
+        pytest.param(5, [span(0, 1), span(2, 2)], id="some", marks=pytest.mark.slow),
+    ],
+)
 def test_late_rows_are_judged_by_the_batches_before_and_not_by_how_many_are_done_at_once(
-    spark: SparkSession, tmp_path: Path
+    together: int, commits: list[str], spark: SparkSession, tmp_path: Path
 ) -> None:
     batches = [
         [(1, "dc.a.done", event(0)), (2, "dc.a.done", event(-60))],  # nothing before: nothing is late
         [(3, "dc.a.done", event(30)), (4, "dc.a.done", event(-11)), (5, "dc.a.done", event(-10))],
         [(6, "dc.a.done", event(19.9)), (7, "dc.a.done", event(20))],
     ]
-    for lake, together in ((tmp_path / "some", 5), (tmp_path / "all", 1000)):
-        for number, messages in enumerate(batches):
-            add(spark, lake, number, messages)
-        silver.run(spark, settings(lake, silver_rows=together))
-        assert refused(spark, lake) == {4: ("late", None), 6: ("late", None)}
-        assert seqs(good(spark, lake)) == [1, 2, 3, 5, 7]
-    commits = [[c.span for c in Table(None, str(tmp_path / name), "silver").commits()] for name in ("some", "all")]
-    assert commits == [[span(0, 1), span(2, 2)], [span(0, 2)]]
+    for number, messages in enumerate(batches):
+        add(spark, tmp_path, number, messages)
+    silver.run(spark, settings(tmp_path, silver_rows=together))
+    assert refused(spark, tmp_path) == {4: ("late", None), 6: ("late", None)}
+    assert seqs(good(spark, tmp_path)) == [1, 2, 3, 5, 7]
+    assert [c.span for c in Table(None, str(tmp_path), "silver").commits()] == commits
 
 
 def test_the_same_event_is_taken_once_within_the_watermark(spark: SparkSession, tmp_path: Path) -> None:

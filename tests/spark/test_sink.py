@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from benchmarks.sink_kills import run_kills
-from pyspark.errors import AnalysisException, StreamingQueryException
+from pyspark.errors import AnalysisException, PythonException, StreamingQueryException
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -139,18 +139,16 @@ def test_a_bad_row_is_named(spark: SparkSession, stream: Stream) -> None:
     rows = spark.range(0, 10, numPartitions=1).selectExpr(
         f"if(id = 7, 'no such', '{stream.name}.x') AS subject", "cast(id AS string) AS payload"
     )
-    with pytest.raises(Exception, match=r"row 8 \(subject 'no such'\): subject 'no such' contains white space"):
+    with pytest.raises(PythonException, match=r"row 8 \(subject 'no such'\): subject 'no such' contains white space"):
         save(rows, stream.options)
 
 
 def test_the_error_at_start_is_one_line_for_whoever_called(spark: SparkSession, stream: Stream) -> None:
     with pytest.raises(AnalysisException) as raised:
         save(spark.range(3).selectExpr("id", "'x' AS subject", "'y' AS payload"), stream.options)
-    lines = [line for line in str(raised.value).splitlines() if "parti.errors" in line]
-    assert lines == [
-        "parti.errors.ConfigError: column 'id': format jetstream takes subject, payload, headers, msg_id; "
-        "select those and no others"
-    ]
+    said = str(raised.value)
+    assert "ConfigError: column 'id': format jetstream takes subject, payload, headers, msg_id; select those" in said
+    assert "Traceback" not in said
     with pytest.raises(AnalysisException, match="a stream can only be added to"):
         spark.range(3).selectExpr("'x' AS subject", "'y' AS payload").write.format("jetstream").mode(
             "overwrite"

@@ -124,3 +124,14 @@ def test_what_an_earlier_run_has_stored_is_not_forgotten() -> None:
     holdings.grant({"a": Grant(1, 20)})
     assert holdings.held["a"].position == 30
     assert holdings.positions == {"a": 30, "b": 12}
+
+
+def test_a_task_that_is_refused_keeps_its_partition_until_it_says_that_it_has_ended() -> None:
+    holdings = holding("a")
+    number = holdings.begin_round(["a"], 50)
+    holdings.answer(Ask("t1", number, ("a",)), 0.0, LEASE_S)
+    assert holdings.answer(Ask("t1", number, ("a",), {"a": 7}), 1.0, float("-inf")) == Answer()
+    assert holdings.free_at_s() == LEASE_S
+    holdings.answer(Ask("t1", number, (), {"a": 8}), 2.0, float("-inf"))
+    assert holdings.positions == {"a": 8}
+    assert holdings.free_at_s() == float("-inf")

@@ -31,6 +31,8 @@ class Holding:
     """Who has permission; empty for nobody."""
     until_s: float = NEVER_S
     """When that permission ends."""
+    last: str = ""
+    """Who had it last: what that one says counts until somebody else has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class Holdings:
         self._counts[ask.task] = (ask.handled, ask.dead_lettered)
         for partition, position in ask.at.items():
             held = self._held.get(partition) or self._leaving.get(partition)
-            if held and held.task == ask.task:  # otherwise somebody else goes on from an earlier position
+            if held and held.last == ask.task:  # otherwise somebody else goes on from an earlier position
                 self._reach(held, position)
         if ask.round == self._round:
             self._asked.update(ask.holds)
@@ -189,7 +191,8 @@ class Holdings:
             if held.task not in {"", ask.task} and held.until_s > now_s:
                 wait.append(partition)
                 continue
-            held.task, held.until_s = ask.task, now_s + for_s
+            held.task = held.last = ask.task
+            held.until_s = now_s + for_s
             keep[partition] = held.position
         for held in (*self._held.values(), *self._leaving.values()):
             # What it was refused it may still be handling, until it says otherwise or its permission ends.

@@ -164,6 +164,7 @@ class Desk:
         self._fences = fences
         self._process = uuid.uuid4().hex
         self._number = 0
+        self._asked_for: tuple[str, ...] = ()
         self._done: set[str] = set()
         self._line = Connections(target, f"parti-replay-{task}")
         self._letters = Connections(target, f"parti-replay-letters-{task}")
@@ -173,6 +174,7 @@ class Desk:
 
     def open(self, partitions: Collection[str]) -> None:
         """Ask for these; returns when the first answer is there."""
+        self._asked_for = tuple(partitions)
         self.gate = Gate(wait=frozenset(partitions))
         self._ask()
         self._thread.start()
@@ -238,13 +240,14 @@ class Desk:
 
     def _ask(self, *, last: bool = False) -> bool:
         """One question; False when it was not answered."""
-        # Positions first, rows after: each position told has its rows stored.
+        # In this order: a lane that has ended here has told its last position, and each position its rows. One that
+        # was refused still counts as held until it has ended: its handler may be running.
+        holds = () if last else tuple(p for p in self._asked_for if p not in self._done)
         at = {p: reached.position for p, reached in self.reached.items()}
         handled = sum(reached.handled for reached in self.reached.values())
         dead = sum(reached.dead_lettered for reached in self.reached.values())
         if not self._store_rows(last=last):
             return False
-        holds = () if last else tuple(p for p in (*self.gate.keep, *self.gate.wait) if p not in self._done)
         ask, sent_s = Ask(self._task, self._round, holds, at, handled, dead), time.monotonic()
         try:
             answer = decode_answer(self._line.request(self._subject, encode(ask), timeout_s=2.0))

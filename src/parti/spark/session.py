@@ -1,4 +1,4 @@
-"""Spark sessions on a JVM of this machine (quiet, all files in a temporary directory), a cluster, or Spark Connect."""
+"""Spark sessions: on a JVM of this machine, quiet and with temporary files only; on a cluster; by Spark Connect."""
 
 from __future__ import annotations
 
@@ -86,15 +86,16 @@ def _own_jvm(
             "use the session it has, or end it first"
         )
     with tempfile.TemporaryDirectory(prefix="parti-spark-") as directory:
+        modules = pack(Path(directory)) if ship else None
         builder = SparkSession.builder.master(master).appName(app_name)
         for key, value in {**_settings(Path(directory)), **settings, **conf}.items():
             builder = builder.config(key, value)
         try:
-            with _launch_environment(java, settings, local=not ship):
+            with _launch_environment(java, settings, modules):
                 session = builder.getOrCreate()
             try:
-                if ship:
-                    session.sparkContext.addPyFile(str(pack(Path(directory))))
+                if modules is not None:
+                    session.sparkContext.addPyFile(str(modules))
                 register(session)
                 yield session
             finally:
@@ -162,18 +163,23 @@ def _cluster_settings(master: str) -> dict[str, str]:
 
 
 @contextmanager
-def _launch_environment(java: Java, settings: Mapping[str, str], *, local: bool) -> Iterator[None]:
+def _launch_environment(java: Java, settings: Mapping[str, str], modules: Path | None) -> Iterator[None]:
     """Set what Spark reads from the environment only, while it starts; put everything back afterwards."""
-    wanted = {
+    wanted: dict[str, str | None] = {
         # Without these two, Spark takes the first `java` and `python3` of PATH: perhaps not the checked
         # runtime, and perhaps not this interpreter.
         "JAVA_HOME": str(java.home),
-        "PYSPARK_PYTHON": sys.executable if local else os.environ.get("PYSPARK_PYTHON", sys.executable),
-        # Otherwise Spark looks up the host name and warns about the address it finds.
-        **({"SPARK_LOCAL_IP": "127.0.0.1"} if "spark.driver.host" in settings else {}),
+        "PYSPARK_PYTHON": sys.executable,
         # Wins over spark.local.dir where it is set.
         "SPARK_LOCAL_DIRS": None,
     }
+    if "spark.driver.host" in settings:
+        # Otherwise Spark looks up the host name and warns about the address it finds.
+        wanted["SPARK_LOCAL_IP"] = "127.0.0.1"
+    if modules is not None:
+        # Executors may have another interpreter; the driver plans streaming reads with theirs.
+        wanted["PYSPARK_PYTHON"] = os.environ.get("PYSPARK_PYTHON", sys.executable)
+        wanted["PYTHONPATH"] = os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH"))))
     before = {name: os.environ.get(name) for name in wanted}
     _set_environment(wanted)
     try:

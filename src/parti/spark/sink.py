@@ -32,6 +32,7 @@ from parti.jetstream.publishing import DEFAULT_WINDOW, Outgoing, WindowedPublish
 from parti.jetstream.target import Target
 from parti.model.subjects import within
 from parti.spark.options import CONNECTION_OPTIONS, check_known, read_target
+from parti.spark.refusals import plainly
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -218,6 +219,7 @@ class JetStreamWriter(DataSourceArrowWriter):
         if has_ids and window_s is not None and window_s < _SHORT_WINDOW_S:
             _tell(_short_window(window_s))
 
+    @plainly()
     def write(self, iterator: Iterator[Any]) -> Published:
         """Publish the rows of one task; ends when all are acknowledged."""
         context = TaskContext.get()
@@ -252,6 +254,7 @@ class JetStreamStreamWriter(DataSourceStreamArrowWriter):
             if error.fatal:
                 raise
 
+    @plainly()
     def write(self, iterator: Iterator[Any]) -> Published:
         """Publish the rows of one task of a micro-batch; ends when all are acknowledged."""
         context = TaskContext.get()

@@ -91,6 +91,7 @@ class JetStreamDataSource(DataSource):
         # Spark stumbles over an error here before it shows it: options are read when the first question comes.
         return JetStreamStreamReader(lambda: read_source_options(self._given, streaming=True))
 
+    @plainly()
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Publishes a batch."""
         from parti.spark.sink import JetStreamWriter  # noqa: PLC0415 - readers need no sink
@@ -98,6 +99,7 @@ class JetStreamDataSource(DataSource):
         _refuse_overwrite(overwrite)
         return JetStreamWriter(self._given, schema)
 
+    @plainly()
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         """Publishes micro-batches."""
         from parti.spark.sink import JetStreamStreamWriter  # noqa: PLC0415
