@@ -47,7 +47,6 @@ with open_session("there-and-back", master, conf={"spark.sql.shuffle.partitions"
     query.awaitTermination()
     streamed = spark.read.parquet(where + "/out").selectExpr("count(*) n", "count(distinct seq) s").collect()[0]
     found = {
-        "python": spark.sql("SELECT 1").count(),
         "by_tool": by_tool,
         "pushed": read("DC").where("seq > 1990").count(),
         "copies": read("COPY").count(),
