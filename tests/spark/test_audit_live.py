@@ -95,6 +95,11 @@ async def advance_position(kit: Kit, partition: str, position: int) -> None:
     await bucket.put(f"progress.{owner}", encode_progress(forged), revision=entry.revision)
 
 
+async def has_rows(kit: Kit) -> bool:
+    """Whether more is recorded than that two workers have begun."""
+    return (await kit.api.stream_info(ledger_stream(kit.stream))).messages > 2
+
+
 async def test_a_fleet_is_audited_while_it_works_and_planted_faults_are_found_exactly(
     kit: Kit, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +114,7 @@ async def test_a_fleet_is_audited_while_it_works_and_planted_faults_are_found_ex
     sent = await kit.publish(PARTITIONS, each=20)
     async with workers(app_of(kit, handle, ledger="full")) as made:
         await eventually(lambda: len(done) >= sum(map(len, sent.values())))
+        await eventually(lambda: has_rows(kit))
         live = await audited(spark, kit, state)
         assert found(live) == {}
         assert live.seen["rows"] > 0

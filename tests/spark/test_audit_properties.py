@@ -89,6 +89,7 @@ def test_core_and_audit_agree_on_random_histories(spark: SparkSession) -> None:
     assert found == core, difference(core, found)
 
 
+@pytest.mark.slow
 def test_pieces_give_what_the_whole_gives(spark: SparkSession) -> None:
     histories = [make_history(seed) for seed in range(1000, 1300)]
     for history in histories:

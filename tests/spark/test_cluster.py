@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from parti.embedded import Server
     from parti.spark.java import Java
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 ROWS = 2000
 THERE_AND_BACK = """
@@ -56,14 +57,16 @@ with open_session("there-and-back", master, conf={"spark.sql.shuffle.partitions"
 """
 
 
-@pytest.fixture
-def full_streams(nats_server: Server) -> str:
+@pytest.fixture(scope="module")
+def full_streams(nats_server: Server) -> Iterator[str]:
     with BlockingClient.open(Target(servers=(nats_server.url,)), name="test") as client:
         for name, subject in (("DC", "dc.>"), ("COPY", "copy.>")):
             client.api(f"STREAM.CREATE.{name}", {"name": name, "subjects": [subject], "storage": "memory"})
         for number in range(ROWS):
             client.request(f"dc.t{number % 4}.c1.completion", b"%d" % number)
-    return nats_server.url
+        yield nats_server.url
+        for name in ("DC", "COPY"):
+            client.api(f"STREAM.DELETE.{name}")
 
 
 def there_and_back(master: str, url: str, directory: Path, **variables: str) -> dict[str, Any]:
@@ -87,6 +90,7 @@ def is_all_there(found: dict[str, Any]) -> None:
     assert found["streamed"] == [ROWS, ROWS]
 
 
+@pytest.mark.slow  # a minute; `make test-slow`
 def test_executors_that_have_only_pyspark_are_sent_what_they_need(
     java: Java, full_streams: str, tmp_path: Path
 ) -> None:
@@ -97,9 +101,11 @@ def test_executors_that_have_only_pyspark_are_sent_what_they_need(
         is_all_there(there_and_back(master, full_streams, tmp_path, PYSPARK_PYTHON=str(bare)))
 
 
+@pytest.mark.slow
 def test_everything_works_by_spark_connect(java: Java, full_streams: str, tmp_path: Path) -> None:
-    bare = bare_python(tmp_path / "bare")
-    with connect_server(tmp_path, environment={"PYSPARK_PYTHON": str(bare)}) as address:
+    # A streaming read is planned on the server, before anything that a client has sent counts: parti must be there.
+    bare, modules = bare_python(tmp_path / "bare"), pack(tmp_path)
+    with connect_server(tmp_path, environment={"PYSPARK_PYTHON": str(bare), "PYTHONPATH": str(modules)}) as address:
         is_all_there(there_and_back(address, full_streams, tmp_path))
 
 

@@ -358,6 +358,7 @@ def add_second_piece(lake: Lake, traffic: Traffic) -> int:
     return len(rest) - len(rest) * 2 // 3 + len(late)
 
 
+@pytest.mark.slow
 def test_runs_over_pieces_leave_what_one_run_over_everything_leaves(
     spark: SparkSession, tmp_path: Path, whole: Lake, traffic: Traffic
 ) -> None:
