@@ -50,6 +50,8 @@ MAGIC: Final = b"PLG1"
 _PREFIX, _CHECKSUM = struct.Struct("<4sIII"), struct.Struct("<I")
 _PREFIX_SIZE = _PREFIX.size + _CHECKSUM.size
 _MAX_ROWS = 1 << 24
+BATCHES_AT_ONCE = 4
+"""How many batches of a chain may be on their way at the same time, and be stored in any order."""
 _FENCES: Final = "q"
 _SAMPLE_MODULUS: Final = 1 << 32
 _SAMPLE_FACTOR: Final = 2_654_435_761

@@ -15,7 +15,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Window
 
 from parti.errors import LedgerCorrupt
-from parti.model.ledger import OUTCOMES, LedgerBatch, decode_batch
+from parti.model.ledger import BATCHES_AT_ONCE, OUTCOMES, LedgerBatch, decode_batch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -111,12 +111,23 @@ def ledger_processes(batches: DataFrame) -> DataFrame:
 
 
 def missing_batches(batches: DataFrame) -> DataFrame:
-    """The holes in the chains: process, worker, and the numbers from `first` to `last` that are not there."""
+    """The holes in the chains: process, worker, and the numbers from `first` to `last` that are not there.
+
+    At the end of a chain that is not closed the last few batches were on their way together, so that one may be there
+    and the one before it not: nothing was acknowledged behind it, and it is no hole.
+    """
     readable = batches.where("damage IS NULL").dropDuplicates(["process", "number"])
-    before = sf.lag("number").over(Window.partitionBy("process").orderBy("number"))
-    found = readable.withColumn("before", sf.coalesce(before, sf.col("number") - 1))
-    return found.where("number > before + 1").selectExpr(
-        "process", "worker", "before + 1 AS first", "number - 1 AS last", "first_at AS next_at"
+    whole = Window.partitionBy("process")
+    before = sf.lag("number").over(whole.orderBy("number"))
+    found = readable.withColumns(
+        {
+            "before": sf.coalesce(before, sf.col("number") - 1),
+            "newest": sf.max("number").over(whole),
+            "ended": sf.max("closed").over(whole),
+        }
+    ).withColumn("until", sf.expr(f"if(ended, number - 1, least(number - 1, newest - {BATCHES_AT_ONCE}))"))
+    return found.where("number > before + 1 AND until > before").selectExpr(
+        "process", "worker", "before + 1 AS first", "until AS last", "first_at AS next_at"
     )
 
 

@@ -27,7 +27,7 @@ import structlog
 from parti.config import Settings
 from parti.errors import ApiError, ConfigError
 from parti.jetstream.api import JetStreamApi
-from parti.model.ledger import LedgerBatch, encode_batch, ledger_stream, ledger_subject
+from parti.model.ledger import BATCHES_AT_ONCE, LedgerBatch, encode_batch, ledger_stream, ledger_subject
 from parti.model.message import Ownership
 from parti.model.subjects import within
 from parti.telemetry.health import Health
@@ -49,7 +49,6 @@ _MOST_ROWS = 500
 _BATCHES_PER_WINDOW = 3
 """Acknowledgements that are held count against MaxAckPending: the window is cut into so many batches, so that one
 fills while others are on their way."""
-_AT_ONCE = 4
 """A batch is published when all but the last few before it are stored: a hole that a crash leaves in a chain that is
 not closed is among its last numbers."""
 _MOST_BATCHES, _FEW_BATCHES = 16, 4
@@ -288,7 +287,7 @@ class Ledger:
             return
         message_id = f"{self._chain.process}:{self._chain.number}"
         self._chain.number += 1
-        before = tuple([other.done for other in self._pending][-_AT_ONCE:])
+        before = tuple([other.done for other in self._pending][-BATCHES_AT_ONCE:])
         done: asyncio.Future[None] = self._loop.create_future()
         pending = _Pending(message_id, payload, len(rows), replies, time.perf_counter(), before, done)
         self._pending.append(pending)
@@ -331,7 +330,7 @@ class Ledger:
         headers = {"Nats-Msg-Id": pending.message_id, "Nats-Expected-Stream": self._ledger_stream}
         delay_s = _RETRY_MIN_S
         while True:
-            if pending.before and (self._trouble or len(pending.before) == _AT_ONCE):
+            if pending.before and (self._trouble or len(pending.before) == BATCHES_AT_ONCE):
                 # In trouble one after the other, else within a window: a batch that is stored while an older one is
                 # not leaves a hole after a crash.
                 await asyncio.wait([pending.before[-1 if self._trouble else 0]])
