@@ -71,7 +71,9 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 def test_the_python_in_the_readme_is_the_example() -> None:
     files = [(ROOT / "examples" / name).read_text() for name in ("orders.py", "send.py")]
-    assert blocks("python") == files
+    *example, table = blocks("python")
+    assert example == files
+    assert 'format("jetstream")' in table  # what the walk-through runs
 
 
 @pytest.mark.parametrize("page", ["README.md", "examples/README.md"])
