@@ -12,6 +12,7 @@ import structlog
 from parti.telemetry import logs
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of one file run in one process, and all of Spark's: a JVM takes longer to start than most tests."""
     for item in items:

@@ -23,6 +23,7 @@ from parti.core.planner import Planner
 from parti.strategies import STRATEGY_NAMES, Slot, minimum_moves, strategy_named
 
 WORKERS = [f"worker-{n}" for n in range(7)]
+GUESTS = ["replay-a", "replay-b"]
 MANY = 500
 SETTLE_S = 60.0
 MOST_STEPS = 60
@@ -105,9 +106,9 @@ class PlannerMachine(RuleBasedStateMachine):
         self.fleet.join(worker, capacity=capacity, weight=weight)
         self.look_if(look)
 
-    @rule(worker=workers, capacity=capacities, look=st.booleans())
+    @rule(worker=st.sampled_from(GUESTS), capacity=capacities, look=st.booleans())
     def visit(self, worker: str, capacity: int, look: bool) -> None:
-        """A guest, perhaps under an id that a worker had."""
+        """A guest, under an id that no worker has."""
         self.fleet.join(worker, capacity=capacity, guest=True)
         self.look_if(look)
 
@@ -144,7 +145,10 @@ class PlannerMachine(RuleBasedStateMachine):
         self.fleet.pull(data.draw(st.sampled_from(self.here("active", "draining"))), pulls=pulls, slow=slow)
         self.look_if(look)
 
-    @rule(placed=st.dictionaries(st.sampled_from(names(16)), workers, max_size=6), look=st.booleans())
+    @rule(
+        placed=st.dictionaries(st.sampled_from(names(16)), workers | st.sampled_from(GUESTS), max_size=6),
+        look=st.booleans(),
+    )
     def place(self, placed: dict[str, str], look: bool) -> None:
         self.fleet.order(placed=placed)
         self.look_if(look)

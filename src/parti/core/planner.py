@@ -167,6 +167,10 @@ class _Step:
         self._wake_at_s: list[float] = [*planner._held_back.values()]
         self._loads = Counter(c.owner for c in view.claims.values() if c.owner)
         self._incoming = Counter(c.next for c in view.claims.values() if c.next)
+        # What guests have is still counted to whoever gets it back, or its place would be given away.
+        self._lent = Counter(
+            c.home for c in view.claims.values() if c.home and not c.next and c.owner in self._guests
+        )
 
     def decide(self) -> Decision:
         commands: list[Command] = [*self._unwanted(), *self._returned(), *self._continue_moves()]
@@ -433,10 +437,14 @@ class _Step:
         return f"{claim.owner} left" if claim.owner in self._view.left else f"{claim.owner} is lost"
 
     def _load(self, worker: str) -> float:
-        return (self._loads[worker] + self._incoming[worker]) / self._view.members[worker].weight
+        return self._count(worker) / self._view.members[worker].weight
 
     def _room(self, worker: str) -> bool:
-        return self._loads[worker] + self._incoming[worker] < self._view.members[worker].capacity
+        return self._count(worker) < self._view.members[worker].capacity
+
+    def _count(self, worker: str) -> int:
+        """How many partitions a worker has, or is about to have (again)."""
+        return self._loads[worker] + self._incoming[worker] + self._lent[worker]
 
     # ── balance ───────────────────────────────────────────────────────────────────────────────────────────────
 
