@@ -22,7 +22,7 @@ demo: $(VENV)/.stamp-demo ## start a server and a worker, send it messages, show
 
 test: lint ## everything that must pass: lint, then all tests
 	@echo "== pytest"
-	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadgroup) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(PYTEST_ARGS)
 	@echo "make test: all checks and tests passed"
 
 test-slow: $(VENV)/.stamp-dev ## the tests that `make test` leaves out because they take long

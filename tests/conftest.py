@@ -12,14 +12,6 @@ import structlog
 from parti.telemetry import logs
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of one file run in one process, and all of Spark's: a JVM takes longer to start than most tests."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group("spark" if folder == "spark" else str(item.path)))
-
-
 @pytest.fixture(autouse=True)
 def own_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what a command run inside the test process has set up; hide the width that a test runner sets."""
