@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from array import array
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.report import write_result
+from benchmarks.spark_cluster import standalone
 
 from parti.model.ledger import LedgerBatch, encode_batch
 from parti.spark.session import open_session
@@ -35,11 +38,22 @@ def main() -> int:
     parser.add_argument("--partitions", type=int, default=2_000)
     parser.add_argument("--workers", type=int, default=25)
     parser.add_argument("--master", default=None, help="where Spark runs; this machine if left out")
+    parser.add_argument("--cluster", action="store_true", help="on a standalone cluster that is started here")
     parser.add_argument("--result", default="bench_audit", metavar="NAME", help="file in benchmarks/results/")
     options = parser.parse_args()
+    if options.cluster and options.master:
+        parser.error("--cluster starts a cluster of its own; leave out --master")
+    if not options.cluster:
+        return measure(options, options.master)
+    with tempfile.TemporaryDirectory() as directory, standalone(Path(directory)) as master:
+        return measure(options, master)
+
+
+def measure(options: argparse.Namespace, master: str | None) -> int:
+    """Audit both histories; the exit code."""
     good = True
     results: dict[str, float] = {}
-    with open_session("bench-audit", options.master) as spark:
+    with open_session("bench-audit", master) as spark:
         cores = spark.sparkContext.defaultParallelism
         print(
             f"{options.rows:,} ledger rows, {options.partitions:,} partitions, {cores} cores, Spark {spark.version}",
@@ -62,7 +76,7 @@ def main() -> int:
             "rows": options.rows,
             "partitions": options.partitions,
             "cores": cores,
-            "master": spark.sparkContext.master,
+            "master": "standalone cluster" if options.cluster else spark.sparkContext.master,
         }
     path = write_result(options.result, {**setting, "exact": good, **results})
     print(f"written to {path}")

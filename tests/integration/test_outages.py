@@ -297,7 +297,7 @@ async def test_a_consumer_deleted_during_the_outage_is_made_again_at_the_positio
 
 async def test_the_stream_leader_of_a_cluster_dies(nats_cluster: Cluster, stream_name: str) -> None:
     names = [server.name for server in nats_cluster.servers]
-    async with flowing(nats_cluster.urls, stream_name, 5_000, replicas=3) as flow:
+    async with flowing(nats_cluster.urls, stream_name, 5_000, replicas=3, **QUICK) as flow:
         await flow.share_handled(0.3)
         leader = names.index(await leader_of(nats_cluster.urls, stream_name))
         await nats_cluster.kill(leader)
@@ -305,7 +305,7 @@ async def test_the_stream_leader_of_a_cluster_dies(nats_cluster: Cluster, stream
 
 
 async def test_the_consumer_leader_of_a_cluster_steps_down(nats_cluster: Cluster, stream_name: str) -> None:
-    async with flowing(nats_cluster.urls, stream_name, 5_000, replicas=3) as flow:
+    async with flowing(nats_cluster.urls, stream_name, 5_000, replicas=3, **QUICK) as flow:
         client = await connect(nats_cluster.urls)
         try:
             for share in (0.2, 0.4, 0.6, 0.8):
@@ -365,7 +365,7 @@ async def test_a_stream_made_again_under_a_running_worker_is_read_from_its_start
 async def test_two_solo_workers_with_one_id_are_told_apart_by_a_health_signal(
     nats_server: Server, stream_name: str
 ) -> None:
-    count = 4_000
+    count = 1_500
     await create_stream(nats_server.url, stream_name)
     journals: tuple[list[Handled], list[Handled]] = ([], [])
     settings = {"nats": nats_server.url, "bucket": stream_name, "worker_id": "twin", "fleet": False, **QUICK}
