@@ -1,0 +1,322 @@
+"""A running job worker: everything between the settings and the handler, put together and taken apart in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from parti.config import Settings
+from parti.core.consumer_config import ConsumerTuning, build_config
+from parti.core.job_claims import Claimant
+from parti.core.retry import RetryPolicy
+from parti.errors import ApiError, ConfigError, NotFound, PermissionDenied, SubjectMismatch
+from parti.jetstream.api import JetStreamApi, StreamInfo
+from parti.jetstream.connection import Connection, ConnectionState
+from parti.jetstream.dead_letters import DeadLetterStream
+from parti.jetstream.kv import Bucket, Entry
+from parti.jetstream.watch import Watch
+from parti.jetstream.wire import Wire
+from parti.jobs.board import JobBoard
+from parti.jobs.calls import Calls, JobHandler
+from parti.jobs.hand import Hand, HandPorts
+from parti.jobs.pulling import JobPull
+from parti.jobs.scheduler import WeightedScheduler
+from parti.jobs.settings import JobSettings
+from parti.model.job import BUCKET_SUFFIX, cancel_key, parse_key
+from parti.model.subjects import within
+from parti.telemetry.health import Health
+from parti.telemetry.http import MetricsServer
+from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import watched
+
+_log = structlog.get_logger("parti.jobs")
+
+_MAX_WAITING = 512
+_NAME_IN_USE = 10058
+
+
+@dataclass(frozen=True, slots=True)
+class JobSource:
+    """Where jobs come from and what does them."""
+
+    stream: str
+    subject: str
+    handler: JobHandler
+
+
+def durable_name(settings: Settings, jobs: JobSettings) -> str:
+    """Name of the consumer that the workers share."""
+    return jobs.durable or f"{settings.prefix}{BUCKET_SUFFIX}"
+
+
+def bucket_name(settings: Settings) -> str:
+    """Bucket of the records of all jobs of one deployment."""
+    return f"{settings.prefix}{BUCKET_SUFFIX}"
+
+
+class JobWorker:
+    """One worker, from `start` to `stop`.
+
+    `start` raises a `PartiError` that says what is wrong when the worker cannot do its job; nothing is left behind
+    then. `stop` drains: pulling ends, what has not begun is given back, running jobs finish.
+    """
+
+    def __init__(
+        self, settings: Settings, jobs: JobSettings, source: JobSource, scheduler: WeightedScheduler | None = None
+    ) -> None:
+        self.settings = settings
+        self.jobs = jobs
+        self.durable = durable_name(settings, jobs)
+        self.worker_id = settings.worker_id or _own_name()
+        self.metrics = Metrics(self.worker_id)
+        self.health = Health()
+        self.scheduler = scheduler or WeightedScheduler(
+            jobs.max_capacity, look_ahead=jobs.fairness, metrics=self.metrics
+        )
+        self.on_worker_id: Callable[[str], None] = lambda worker_id: None
+        """Called with the id of this worker when it starts."""
+        self._source = source
+        self._incarnation = uuid.uuid4().hex[:12]
+        self._connection: Connection | None = None
+        self._server: MetricsServer | None = None
+        self._hand: Hand | None = None
+        self._pull: JobPull | None = None
+        self._calls: Calls | None = None
+        self._watch: Watch | None = None
+        self._beat: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._created = ""
+
+    @property
+    def finished(self) -> int:
+        """Jobs done, failed or cancelled since the start."""
+        return self._hand.finished if self._hand else 0
+
+    @property
+    def held(self) -> int:
+        """Jobs in hand."""
+        return self._hand.count if self._hand else 0
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port that serves `/metrics` and `/healthz`, or None."""
+        return self._server.port if self._server else None
+
+    async def start(self) -> None:
+        """Connect, make sure of stream, consumer and records, and begin to pull."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._close()
+            raise
+
+    async def _start(self) -> None:
+        settings, jobs, source = self.settings, self.jobs, self._source
+        self.on_worker_id(self.worker_id)
+        connection = await Connection.open(settings, name=f"{self.durable}-{self.worker_id}")
+        self._connection = connection
+        connection.on_state(self._on_state)
+        connection.on_permission_denied(self._on_denied)
+        self.metrics.connection_state.set(connection.state.value)
+        api = JetStreamApi(connection)
+        await api.account_info()
+        stream = await self._ensure_stream(api)
+        self._created = stream.created
+        bucket = await Bucket.open(api, bucket_name(settings), replicas=settings.replicas)
+        dead_letters = await DeadLetterStream.open(
+            api,
+            self.health,
+            stream=settings.dead_letter_stream,
+            subject=settings.dead_letter_subject,
+            replicas=settings.replicas,
+            max_payload=connection.max_payload,
+            omit_large=stream.retention == "limits",
+        )
+        await self._ensure_consumer(api)
+        if settings.metrics_port is not None:
+            self._server = MetricsServer(self.metrics, self.health, settings.metrics_host, settings.metrics_port)
+            self._server.start()
+        wire = Wire(connection.client, plain=settings.protocol_reader == "plain")
+        claimant = Claimant(self._incarnation, jobs.ack_wait_s, jobs.job_crash_limit)
+        board = JobBoard(
+            connection,
+            api,
+            bucket,
+            self.metrics,
+            self.health,
+            durable=self.durable,
+            claimant=claimant,
+            replicas=settings.replicas,
+            keep_s=jobs.keep_s,
+            report_interval_s=jobs.report_interval_s,
+        )
+        self._calls = Calls(source.handler, threads=jobs.max_capacity, timeout_s=settings.handler_timeout_s)
+        ports = HandPorts(connection, wire, board, self._calls, self.scheduler, dead_letters, self.metrics)
+        hand = self._hand = Hand(
+            ports,
+            stream=source.stream,
+            durable=self.durable,
+            worker_id=self.worker_id,
+            policy=RetryPolicy(settings.attempts, settings.backoff_s),
+            heartbeat_s=jobs.heartbeat_interval_s,
+        )
+        connection.on_state(lambda state, reason: hand.reconnected(state))
+        self._watch = Watch(connection, api, bucket.name, (cancel_key(self.durable, 0)[:-1] + "*",), self._on_cancel)
+        await self._watch.start()
+        self._beat = watched(hand.beat(), "job-heartbeats", self.health)
+        self._pull = JobPull(
+            connection,
+            wire,
+            self.metrics,
+            self.health,
+            stream=source.stream,
+            consumer=self.durable,
+            batch=jobs.fetch_batch_size,
+            limit=jobs.max_capacity,
+            timeout_s=jobs.fetch_timeout_s,
+            held=lambda: hand.count,
+            deliver=hand.deliver,
+            prepare=lambda: self._ensure(api),
+        )
+        hand.on_room = self._pull.room_changed
+        self._pull.start()
+
+    def announce(self) -> None:
+        """Say in one log line what this worker does."""
+        _log.info(
+            "job worker started",
+            worker=self.worker_id,
+            stream=self._source.stream,
+            subject=self._source.subject,
+            consumer=self.durable,
+            max_capacity=self.jobs.max_capacity,
+            max_ack_pending=self.jobs.max_ack_pending,
+            ack_wait_s=self.jobs.ack_wait_s,
+            heartbeat_interval_s=self.jobs.heartbeat_interval_s,
+            fetch_batch_size=self.jobs.fetch_batch_size,
+            metrics_port=self.metrics_port,
+        )
+
+    # ── stream and consumer ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _ensure(self, api: JetStreamApi) -> None:
+        self._created = (await self._ensure_stream(api)).created
+        await self._ensure_consumer(api)
+
+    async def _ensure_stream(self, api: JetStreamApi) -> StreamInfo:
+        source = self._source
+        config = {
+            "name": source.stream,
+            "subjects": [source.subject],
+            "retention": self.jobs.retention,
+            "storage": "file",
+            "num_replicas": self.settings.replicas,
+            "allow_direct": True,
+        }
+        try:
+            info = await api.ensure_stream(config)
+        except ApiError as error:
+            if error.code != _NAME_IN_USE:
+                raise
+            info = await api.stream_info(source.stream)  # another worker was faster
+        if not within(source.subject, info.stored_subjects):
+            takes = ", ".join(info.stored_subjects) or "nothing"
+            raise SubjectMismatch(
+                f"subject {source.subject!r} is outside stream {source.stream!r}, which takes {takes}; correct the "
+                f"subject, or add it to the stream"
+            )
+        return info
+
+    async def _ensure_consumer(self, api: JetStreamApi) -> None:
+        """The consumer with these settings; one that reads something else is not touched."""
+        stream, subject, name = self._source.stream, self._source.subject, self.durable
+        tuning = ConsumerTuning(self.jobs.ack_wait_s, self.jobs.max_ack_pending, _MAX_WAITING, 0.0)
+        try:
+            found = await api.consumer_info(stream, name)
+        except NotFound:
+            await api.put_consumer(stream, build_config(name, [subject], tuning), action="create")
+            _log.info(
+                f"consumer {name!r} made with max_ack_pending={self.jobs.max_ack_pending}",
+                stream=stream,
+                subject=subject,
+            )
+            return
+        if found.subjects != (subject,):
+            reads = ", ".join(found.subjects) or "everything"
+            raise ConfigError(
+                f"consumer {name!r} of stream {stream!r} reads {reads}, not {subject!r}; give these jobs another "
+                f"durable, or delete that consumer"
+            )
+        if found.config.get("deliver_subject") or found.config.get("ack_policy") != "explicit":
+            raise ConfigError(
+                f"consumer {name!r} of stream {stream!r} is no pull consumer with explicit acknowledgements; give "
+                f"these jobs another durable, or delete that consumer"
+            )
+        wanted = build_config(name, [subject], tuning, existing=found.config)
+        same = ("ack_wait", "max_ack_pending", "max_deliver", "inactive_threshold")
+        if any(found.config.get(field, 0) != wanted[field] for field in same):
+            await api.put_consumer(stream, wanted, action="update")
+            _log.info(f"consumer {name!r} changed to max_ack_pending={self.jobs.max_ack_pending}", stream=stream)
+
+    # ── what happens to it ────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_cancel(self, key: str, entry: Entry) -> None:
+        # One that was meant for the job of a stream that was made anew since is of no meaning.
+        if self._hand and entry.value == self._created.encode():
+            self._hand.cancel(parse_key(key)[1])
+
+    def _on_denied(self, denied: PermissionDenied) -> None:
+        self.health.raise_signal("permissions", str(denied))
+
+    def _on_state(self, state: ConnectionState, reason: str) -> None:
+        self.metrics.connection_state.set(state.value)
+        if state is ConnectionState.CONNECTED:
+            self.metrics.reconnects.inc()
+            self.health.clear("connection")
+        else:
+            self.health.raise_signal("connection", f"{state.value}: {reason}")
+
+    async def stop(self, *, drain: bool = True) -> bool:
+        """Leave; True when nothing was interrupted that ran.
+
+        What has not had any slots is given back at once, what runs may finish within `drain_timeout_s`; then it is
+        interrupted, given back, and will be delivered again.
+        """
+        if self._stopped:
+            return True
+        self._stopped = True
+        clean = True
+        if self._hand and self._pull:
+            self._hand.leave()
+            await self._pull.stop()
+            clean = await self._hand.drain(self.settings.drain_timeout_s if drain else 0.0)
+            await self._hand.stop()
+        await self._close()
+        return clean
+
+    async def _close(self) -> None:
+        if self._beat:
+            self._beat.cancel()
+            await asyncio.gather(self._beat, return_exceptions=True)
+        if self._pull:
+            await self._pull.stop()
+        if self._watch:
+            await self._watch.stop()
+        if self._calls:
+            self._calls.stop()
+        if self._server:
+            self._server.stop()
+        if self._connection:
+            await self._connection.close()
+
+
+def _own_name() -> str:
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:40].strip("-") or "worker"
+    return f"{host}-{os.getpid()}"
