@@ -8,9 +8,9 @@ EXTRAS := embedded spark console otel
 # Most tests wait for servers and processes: several at a time take little more than half the time.
 JOBS   ?= 3
 
-.PHONY: help demo test test-slow lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-scale \
+.PHONY: help demo test test-slow lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-fleet-steps bench-profile bench-scale \
 	bench-coordination bench-backfill bench-state bench-audit bench-replay bench-ledger bench-spark-source bench-spark-sink \
-	bench-sink-kills bench-ingest-kills soak sim chaos requirements clean
+	bench-sink-kills bench-ingest-kills bench-approaches bench-acks bench-jobs bench-jobs-kills bench-check soak sim chaos requirements clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -54,8 +54,14 @@ bench-slow: $(VENV)/.stamp-dev ## one handler sleeps for a minute: what do the o
 bench-strategies: $(VENV)/.stamp-dev ## a million partitions over ten thousand workers, by every strategy
 	@$(BIN)/python -m benchmarks.bench_strategies $(BENCH_ARGS)
 
-bench-fleet: $(VENV)/.stamp-dev ## 1, 2, 3, 5, 10 worker processes come and go: who owns what, how soon, what moved
+bench-fleet: $(VENV)/.stamp-dev ## 25 workers x 80 subjects under a steady load and a stall, with the hot mirror and without
+	@$(BIN)/python -m benchmarks.fleet_load $(BENCH_ARGS)
+
+bench-fleet-steps: $(VENV)/.stamp-dev ## 1, 2, 3, 5, 10 worker processes come and go: who owns what, how soon, what moved
 	@$(BIN)/python -m benchmarks.fleet_steps $(BENCH_ARGS)
+
+bench-profile: $(VENV)/.stamp-dev ## where the time of a message goes in a worker
+	@$(BIN)/python -m benchmarks.profile_worker $(BENCH_ARGS)
 
 bench-scale: $(VENV)/.stamp-dev ## 25, then 100, then 25 workers under traffic
 	@$(BIN)/python -m benchmarks.fleet_scale $(BENCH_ARGS)
@@ -87,8 +93,23 @@ bench-spark-sink: $(VENV)/.stamp-dev ## how fast Spark publishes, against the ba
 bench-sink-kills: $(VENV)/.stamp-dev ## kill a publishing Spark query ten times in the middle of a batch
 	@$(BIN)/python -m benchmarks.sink_kills $(BENCH_ARGS)
 
+bench-approaches: $(VENV)/.stamp-dev ## consumers for partitions, for workers, on many streams, on a mirror: what each costs
+	@$(BIN)/python -m benchmarks.approaches $(BENCH_ARGS)
+
 bench-ingest-kills: $(VENV)/.stamp-dev ## kill the bronze ingest ten times in the middle of a batch: each message once?
 	@$(BIN)/python -m benchmarks.ingest_kills $(BENCH_ARGS)
+
+bench-acks: $(VENV)/.stamp-dev ## what acknowledgements cost: a write for each, joined, one for all, none
+	@$(BIN)/python -m benchmarks.acks $(BENCH_ARGS)
+
+bench-jobs: $(VENV)/.stamp-dev ## how well jobs of different sizes use the slots, and how long a large one waits
+	@$(BIN)/python -m benchmarks.bench_jobs $(BENCH_ARGS)
+
+bench-jobs-kills: $(VENV)/.stamp-dev ## kill job workers twenty times under a thousand jobs
+	@$(BIN)/python -m benchmarks.jobs_kills $(BENCH_ARGS)
+
+bench-check: $(VENV)/.stamp-dev ## has anything become slower? ratios against the committed ones
+	@$(BIN)/python -m benchmarks.check $(BENCH_ARGS)
 
 soak: $(VENV)/.stamp-dev ## five minutes at full rate: does memory stay flat?
 	@$(BIN)/python -m benchmarks.soak_worker $(BENCH_ARGS)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from parti.version import __version__
 
 if TYPE_CHECKING:
+    from parti import jobs as jobs
     from parti.app.app import App
     from parti.app.worker import Worker
     from parti.config import Settings
@@ -87,6 +88,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "jobs":
+        return import_module("parti.jobs")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'parti' has no attribute {name!r}")

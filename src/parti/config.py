@@ -28,6 +28,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from parti.core.shards import MOST_SHARDS
 from parti.errors import ConfigError
 from parti.setting_types import (
     ExistingFile,
@@ -46,7 +47,7 @@ __all__ = ["Settings", "load_settings", "load_table", "settings_reference", "str
 DEFAULT_CONFIG_FILE = "parti.toml"
 ENV_PREFIX = "PARTI_"
 ENV_CONFIG_FILE = "PARTI_CONFIG"
-TABLES = ("pipeline",)
+TABLES = ("pipeline", "jobs")
 """Tables of the config file that have a schema of their own, where they are used."""
 
 _file_values: ContextVar[Mapping[str, object] | None] = ContextVar("parti_file_values", default=None)
@@ -116,6 +117,8 @@ class Settings(BaseSettings):
     """Time between pings that detect a silent server."""
     reconnect_wait_s: float = Field(default=0.2, gt=0)
     """Pause between attempts to reconnect."""
+    protocol_reader: Literal["lean", "plain"] = "lean"
+    """Who reads the bytes of the connection: parti itself, or (`plain`) the client library, which is slower."""
     lost_after_s: float = Field(default=60.0, gt=0)
     """A connection suspended for longer than this counts as lost."""
 
@@ -137,10 +140,10 @@ class Settings(BaseSettings):
     max_workers: int = Field(default=1000, ge=1, le=100_000)
     """How many worker ids there are."""
     capacity: int | None = Field(default=None, ge=0)
-    """Most partitions that this worker takes; unset: `max_subjects`."""
+    """Most partitions that this worker takes; unset: `max_subjects` x `consumer_shards`."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     """Share of the partitions that this worker gets, against the others."""
-    strategy: Literal["sticky", "hash", "weighted", "range", "round-robin"] = "sticky"
+    strategy: Literal["sticky", "hash", "weighted", "load", "range", "round-robin"] = "sticky"
     """How partitions are shared out."""
     lease_ttl_s: float = Field(default=5.0, ge=1)
     """A worker that is silent for this long is gone, and its partitions go to others."""
@@ -156,6 +159,8 @@ class Settings(BaseSettings):
     """Shortest time between two rebalances; a lost worker's partitions do not wait for it."""
     hysteresis: float = Field(default=0.1, ge=0, le=1)
     """Imbalance that no partition moves for, as a share of the mean."""
+    load_window_s: float = Field(default=30.0, ge=0.5)
+    """With strategy `load`: an imbalance has to last so long; also the half-life that loads are smoothed with."""
     moves_at_once: int = Field(default=200, ge=1)
     """Most partitions that are on their way from one worker to another at the same time."""
     ready_within_s: float = Field(default=5.0, gt=0)
@@ -192,7 +197,16 @@ class Settings(BaseSettings):
     handler_threads: int = Field(default=16, ge=1, le=1024)
     """Threads for handlers that are not async."""
     max_subjects: int = Field(default=500, ge=1)
-    """Most subjects that this worker's consumer may carry."""
+    """Most subjects that one consumer of this worker may carry."""
+    consumer_shards: int = Field(default=1, ge=1, le=MOST_SHARDS)
+    """Most consumers that this worker may have; each carries up to `max_subjects`."""
+    hot_mirror: Literal["off", "on", "auto"] = "auto"
+    """Read live messages from a copy of the stream in the server's memory: never, always, or when the stream's own
+    storage is too slow for the filters (`auto`); limits retention and file storage only."""
+    hot_mirror_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
+    """Most memory that the copy takes on a server; full, it stops and is made anew."""
+    hot_mirror_max_age_s: float = Field(default=120.0, ge=1)
+    """Workers that lag by more than this make room: they read the stream itself until they have caught up."""
     update_min_interval_s: float = Field(default=0.5, ge=0)
     """Shortest time between consumer updates; changes in between are merged."""
     update_attempts: int = Field(default=5, ge=1)
@@ -259,6 +273,11 @@ class Settings(BaseSettings):
         """Yield what repr, str and rich show: every field, without user info in URLs."""
         for name, value in super().__repr_args__():
             yield name, tuple(strip_userinfo(url) for url in value) if name == "nats" else value
+
+    @property
+    def room(self) -> int:
+        """Most partitions that this worker takes."""
+        return self.max_subjects * self.consumer_shards if self.capacity is None else self.capacity
 
     @property
     def has_system_account(self) -> bool:
@@ -406,11 +425,19 @@ def _timing_problems(s: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
             f"max_ack_pending={s.max_ack_pending} = {limit:g}; lower pull_batch or raise max_ack_pending",
             ("pull_batch", "backpressure", "max_ack_pending"),
         )
-    if s.capacity is not None and s.capacity > s.max_subjects:
+    most = s.max_subjects * s.consumer_shards
+    if s.capacity is not None and s.capacity > most:
         yield (
-            f"capacity={s.capacity} must be at most max_subjects={s.max_subjects}, since each partition is a subject "
-            f"of the worker's consumer; raise max_subjects too",
-            ("capacity", "max_subjects"),
+            f"capacity={s.capacity} must be at most max_subjects={s.max_subjects} x consumer_shards="
+            f"{s.consumer_shards} = {most}, since each partition is a subject of one of the worker's consumers; "
+            f"raise consumer_shards or max_subjects too",
+            ("capacity", "max_subjects", "consumer_shards"),
+        )
+    if s.consumer_shards > 1 and s.worker_id == "worker":
+        yield (
+            f"worker_id=worker with consumer_shards={s.consumer_shards} would name its second consumer like that of "
+            f"worker-2, an id that workers get by default; choose another worker_id",
+            ("worker_id", "consumer_shards"),
         )
     if s.fleet and s.inactive_threshold_s <= s.rejoin_s:
         yield (

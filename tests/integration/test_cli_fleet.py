@@ -145,6 +145,7 @@ STATUS_KEYS = {
     },
     "workers": {
         *("capacity", "coming", "failures", "finished", "heartbeat_age_s", "host", "identity", "leaving"),
+        *("load", "load_share"),
         *("owned", "pid", "problems", "rate", "state", "version", "worker"),
     },
 }
@@ -153,7 +154,7 @@ PLAN_KEYS = {
         *("at", "begun", "bucket", "given", "joins", "kept", "leaves", "minimum", "moved", "moved_share", "moves"),
         *("notes", "partitions", "strategy", "summary", "unowned", "workers"),
     },
-    "workers": {"change", "gets", "gives", "owns", "then", "worker"},
+    "workers": {"change", "gets", "gives", "load", "load_then", "owns", "then", "worker"},
     "moves": {"after_s", "from", "kind", "partition", "to", "why"},
 }
 

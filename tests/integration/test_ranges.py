@@ -21,7 +21,8 @@ from parti.embedded import Cluster, Server
 from parti.embedded.monitor import ask
 from parti.errors import ApiError, NotFound, PermissionDenied, StreamNotFound
 from parti.jetstream import direct_ranges, pulled_ranges, ranges
-from parti.jetstream.ranges import Chunk, RangeReader, Wanted
+from parti.jetstream.protocol import Scanner
+from parti.jetstream.ranges import RangeReader, Wanted
 from parti.jetstream.target import Target
 from parti.model.headers import parse_all_headers
 
@@ -473,13 +474,13 @@ def test_the_parser_does_not_care_how_bytes_are_cut() -> None:
     for _ in range(150):
         messages, wire, statuses = _conversation(generator)
         parser, lines = _parser()
-        chunk, rest, pos = Chunk(), b"", 0
+        chunk, rest, pos = parser._begin_chunk(), b"", 0
         most = generator.choice((1, 7, 100, 5000))
         while pos < len(wire):
             step = generator.randint(1, most)
             data = rest + wire[pos : pos + step]
             pos += step
-            rest = data[parser._parse(data, chunk) :]
+            rest = data[parser._parse(data) :]
         assert rest == b""
         assert list(zip(chunk.subjects, chunk.replies, chunk.headers, chunk.payloads, strict=True)) == messages
         assert lines == statuses
@@ -531,7 +532,8 @@ def _parser() -> tuple[Any, list[bytes]]:
     lines: list[bytes] = []
     parser = object.__new__(pulled_ranges.PulledRange)
     parser._wanted = Wanted(stream="S", created="", start=1, end=100)
-    parser._client = SimpleNamespace(take_line=lines.append)  # type: ignore[assignment]
+    parser._client = SimpleNamespace(take_line=lines.append, scan=Scanner.scan)  # type: ignore[assignment]
+    parser._scanner, parser._sid = Scanner({}), b"1"
     parser._outstanding = 10**6
     return parser, lines
 

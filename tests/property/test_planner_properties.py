@@ -89,6 +89,8 @@ class PlannerMachine(RuleBasedStateMachine):
         policy=policies,
     )
     def begin(self, strategy: str, partitions: int, members: list[str], ticks: bool, policy: Policy) -> None:
+        if strategy == "load":
+            policy = replace(policy, load_window_s=5.0)
         self.fleet = FleetModel(strategy_named(strategy), policy, names(partitions))
         self.clockwork = Clockwork(self.fleet, ticks=ticks)
         for worker in members:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,10 @@ from hypothesis import strategies as st
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
-from parti.jetstream.wire import LeanParser, Sink
+from parti.errors import ConnectionFailed
+from parti.jetstream.blocking import BlockingClient
+from parti.jetstream.protocol import Sink
+from parti.jetstream.wire import LeanParser, PlainParser
 
 Call = tuple[Any, ...]
 OURS = frozenset({b"2", b"4", b"6", b"8", b"10"})
@@ -122,6 +127,38 @@ def test_the_same_calls_come_out_in_the_same_order(chunks: list[bytes]) -> None:
     asyncio.run(feed(Parser(expected), chunks))
     asyncio.run(feed(lean(got), chunks))
     assert got.calls == expected.calls
+
+
+@settings(deadline=None, max_examples=100)
+@given(chunked())
+def test_the_plain_fallback_makes_the_same_calls(chunks: list[bytes]) -> None:
+    expected, got = Recorder(), Recorder()
+    asyncio.run(feed(Parser(expected), chunks))
+    got._ps = Parser(got)
+    asyncio.run(feed(PlainParser(got, {sid: got.sink(sid) for sid in OURS}, lambda: None), chunks))
+    assert got.calls == expected.calls
+
+
+@settings(deadline=None, max_examples=150)
+@given(chunked())
+def test_the_blocking_client_of_spark_sees_the_same_messages(chunks: list[bytes]) -> None:
+    """Its connection is a socket whose other end plays the server; pings are answered, refusals end it."""
+    expected = Recorder()
+    asyncio.run(feed(Parser(expected), chunks))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b"".join(chunks))
+        theirs.shutdown(socket.SHUT_WR)
+        seen: list[Call] = []
+        with BlockingClient(ours, {}, b"") as client, contextlib.suppress(ConnectionFailed):
+            while (one := client.next_delivery(1.0)) is not None:
+                seen.append(("msg", one.sid, one.subject.encode(), one.reply.encode(), one.data, one.header))
+    messages: list[Call] = []
+    for call in expected.calls:
+        if call[0] == "err" and not call[1].strip("' ").lower().startswith("permissions violation"):
+            break
+        messages += [call] if call[0] == "msg" else []
+    assert seen == messages
 
 
 @settings(deadline=None, max_examples=150)

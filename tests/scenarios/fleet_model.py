@@ -137,8 +137,9 @@ class FleetModel:
             self.join(worker, capacity=before.capacity, weight=before.weight, guest=before.guest)
 
     def drain(self, worker: str) -> None:
-        """It wants to give everything away."""
-        self.members[worker].state = "draining"
+        """It wants to give everything away; one that is away wants nothing."""
+        if self.members[worker].state != "away":
+            self.members[worker].state = "draining"
 
     def apply(self, worker: str, busy: Iterable[str] = ()) -> None:
         """It puts its newest assignment in force and says so; the handlers of `busy` still run."""

@@ -146,6 +146,8 @@ def test_an_error_names_setting_value_origin_and_expectation(monkeypatch: pytest
         ({"pull_batch": 401}, ["pull_batch=401", "backpressure=0.8", "max_ack_pending=500"]),
         ({"inactive_threshold_s": 60}, ["inactive_threshold_s=60", "lost_after_s=60"]),
         ({"ack_wait_s": 86_400}, ["inactive_threshold_s=86400", "ack_wait_s=86400"]),
+        ({"capacity": 1_001, "consumer_shards": 2}, ["capacity=1001", "max_subjects=500", "consumer_shards=2"]),
+        ({"worker_id": "worker", "consumer_shards": 2}, ["worker_id=worker", "consumer_shards=2"]),
     ],
 )
 def test_contradictions_name_both_settings_and_their_values(overrides: dict[str, Any], names: list[str]) -> None:
@@ -162,6 +164,7 @@ def test_contradictions_name_both_settings_and_their_values(overrides: dict[str,
         *(("attempts", 0), ("backoff_s", ""), ("backoff_s", "1,0"), ("backoff_s", [-1]), ("ack_wait_s", 0.5)),
         *(("backpressure", 0), ("backpressure", 1.1), ("backpressure", "nan"), ("lost_after_s", "inf")),
         *(("replicas", 0), ("replicas", 6), ("update_min_interval_s", -0.1), ("handler_timeout_s", 0)),
+        *(("consumer_shards", 0), ("consumer_shards", 65)),
         *(("pull_expires_s", 0.5), ("metrics_port", 65_536), ("metrics_port", -1), ("log_level", "loud")),
         *(("log_format", "xml"), ("start", "old"), ("prefix", "a.b"), ("worker_id", "a b"), ("worker_id", "")),
         *(("prefix", "x\n"), ("bucket", "a/b"), ("dead_letter_subject", "a.*"), ("dead_letter_subject", "a.>")),

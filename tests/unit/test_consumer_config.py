@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parti.core.consumer_config import IMMUTABLE_FIELDS, ConsumerTuning, build_config, consumer_name
+from parti.core.consumer_config import (
+    IMMUTABLE_FIELDS,
+    ConsumerTuning,
+    build_config,
+    consumer_name,
+    owner_of,
+    shard_metadata,
+    workers_of,
+)
 
 TUNING = ConsumerTuning(ack_wait_s=30, max_ack_pending=500, max_waiting=256, inactive_threshold_s=3600)
 MINE = {"filter_subject", "filter_subjects", "ack_wait", "max_ack_pending", "max_deliver", "inactive_threshold"}
@@ -79,3 +87,28 @@ def test_an_update_without_changes_is_equal_to_what_exists() -> None:
 
 def test_the_name() -> None:
     assert consumer_name("parti", "w-7") == "parti-w-7"
+    assert consumer_name("parti", "w-7", 3) == "parti-w-7-3"
+
+
+@pytest.mark.parametrize(
+    ("consumer", "workers"),
+    [
+        ("parti-w-7", ("w-7", "w")),
+        ("parti-w-7-3", ("w-7-3", "w-7")),
+        ("parti-w-7-3-hold-1a2b", ("w-7-3", "w-7")),
+        ("parti-w-1", ("w-1",)),
+        ("parti-w-65", ("w-65",)),
+        ("parti-w-03", ("w-03",)),
+        ("parti--2", ("-2",)),
+        ("other-w-7", ()),
+    ],
+)
+def test_whose_a_consumer_can_be(consumer: str, workers: tuple[str, ...]) -> None:
+    assert workers_of(consumer, "parti") == workers
+
+
+def test_a_shard_says_whose_it_is() -> None:
+    config = build_config("parti-w-7-3", ["a"], TUNING, metadata=shard_metadata("w-7", 3))
+    assert owner_of(config, "parti") == ("w-7", 3)
+    assert owner_of(build_config("parti-w-7-3", ["a"], TUNING), "parti") == ("w-7-3", 1)
+    assert build_config("parti-w-7-3", ["a"], TUNING, existing=config)["metadata"] == config["metadata"]

@@ -25,9 +25,10 @@ from parti.model.partition import Template
 from parti.model.subjects import covers
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
-from parti.worker.consumer import ConsumerPorts, WorkerConsumer
+from parti.worker.consumer import WorkerConsumer
 from parti.worker.lanes import Lanes
 from parti.worker.runners import AsyncRunners
+from parti.worker.vehicle import ConsumerPorts
 
 TEMPLATE = Template("dc.{p}")
 BOUND_S = 3.0
@@ -51,6 +52,9 @@ class Server:
 
     async def stream_info(self, name: str) -> StreamInfo:
         return stream_of(len(self.messages))
+
+    async def consumer_names(self, stream: str) -> list[str]:
+        return ["parti-w0"]
 
     async def consumer_info(self, stream: str, name: str) -> ConsumerInfo:
         self._maybe_fail("consumer_info")
@@ -188,7 +192,7 @@ class World:
 
     async def new_session(self) -> None:
         """What the engine does when a delivery is missing."""
-        await self.consumer._prepare("gap")
+        await self.consumer._prepare(self.consumer.shards.vehicles[0], "gap")
 
     def position(self, partition_id: str) -> int:
         return self.consumer.summarise("me").position(partition_id, f"dc.{partition_id}")

@@ -25,7 +25,7 @@ from parti.strategies.shares import fair_shares
 
 SIXTEEN = [f"orders.{i}" for i in range(16)]
 ALL = [strategy_named(name) for name in STRATEGY_NAMES]
-CAREFUL = [strategy_named(name) for name in ("sticky", "hash", "weighted")]
+CAREFUL = [strategy_named(name) for name in ("sticky", "hash", "weighted", "load")]
 each_strategy = pytest.mark.parametrize("strategy", ALL, ids=lambda strategy: strategy.name)
 each_careful_strategy = pytest.mark.parametrize("strategy", CAREFUL, ids=lambda strategy: strategy.name)
 
@@ -52,7 +52,7 @@ def moved(before: Mapping[str, str], after: Mapping[str, str], workers: Sequence
 
 
 def test_strategies_are_found_by_name_and_sticky_is_the_default() -> None:
-    assert STRATEGY_NAMES == ("sticky", "hash", "weighted", "range", "round-robin")
+    assert STRATEGY_NAMES == ("sticky", "hash", "weighted", "load", "range", "round-robin")
     assert [strategy_named(name).name for name in STRATEGY_NAMES] == list(STRATEGY_NAMES)
     assert DEFAULT_STRATEGY == "sticky"
 
@@ -61,7 +61,7 @@ def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         strategy_named("stikcy")
     assert str(caught.value) == (
-        "unknown strategy 'stikcy'; expected one of sticky, hash, weighted, range, round-robin: "
+        "unknown strategy 'stikcy'; expected one of sticky, hash, weighted, load, range, round-robin: "
         "choose one of them, sticky if in doubt"
     )
 

@@ -28,7 +28,6 @@ SECRET = "hunter2-very-secret"
 
 # Promises to dashboards and alerts: changing a line here is a breaking change for operators.
 PROMISED = [
-    "",
     "parti_acks_total counter worker",
     "parti_assignment_changes_total counter worker",
     "parti_build_info gauge worker version",
@@ -47,6 +46,7 @@ PROMISED = [
     "parti_consumer_update_duration_seconds histogram worker",
     "parti_consumer_update_failures_total counter worker",
     "parti_consumer_update_skipped_total counter worker",
+    "parti_consumer_wide_filter gauge worker",
     "parti_dead_letters_total counter worker",
     "parti_elections_total counter worker role",
     "parti_fleet_moving_partitions gauge worker",
@@ -58,6 +58,17 @@ PROMISED = [
     "parti_handler_latency_seconds histogram worker",
     "parti_handler_running gauge worker",
     "parti_hook_failures_total counter worker",
+    "parti_jobs_duration_seconds histogram worker",
+    "parti_jobs_ended_total counter worker outcome",
+    "parti_jobs_heartbeats_total counter worker",
+    "parti_jobs_held gauge worker",
+    "parti_jobs_recognised_total counter worker",
+    "parti_jobs_record_writes_total counter worker",
+    "parti_jobs_running gauge worker",
+    "parti_jobs_slot_queue gauge worker",
+    "parti_jobs_slot_wait_seconds histogram worker",
+    "parti_jobs_slots gauge worker",
+    "parti_jobs_slots_used gauge worker",
     "parti_lane_count gauge worker",
     "parti_lane_depth gauge worker",
     "parti_lane_parked_total counter worker",
@@ -68,6 +79,9 @@ PROMISED = [
     "parti_ledger_failures_total counter worker",
     "parti_ledger_flush_seconds histogram worker",
     "parti_ledger_rows_total counter worker",
+    "parti_mirror_bytes gauge worker",
+    "parti_mirror_inside gauge worker",
+    "parti_mirror_moves_total counter worker move",
     "parti_move_seconds histogram worker",
     "parti_partition_messages_total counter worker partition",
     "parti_progress_failures_total counter worker",
@@ -82,8 +96,7 @@ PROMISED = [
     "parti_state_bytes_total counter worker",
     "parti_state_failures_total counter worker",
     "parti_state_seconds histogram worker",
-    "",
-][1:-1]
+]
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:

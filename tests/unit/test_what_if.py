@@ -293,3 +293,20 @@ def test_the_fleet_then_does_what_was_foreseen(
     assert {p: w for p, w in planned.items() if w in model.members and p not in outlook.unowned} == after
     assert outlook.after == Counter(after.values())
     assert set(outlook.unowned) == before.keys() - after.keys()
+
+
+# ── measured loads ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_plan_by_measured_load_says_what_the_workers_have_to_do_before_and_after() -> None:
+    loads = {f"p{n}": 4.0 if n < 2 else 1.0 for n in range(8)}
+    fleet = replace(fleet_of({"worker-0": 4, "worker-1": 4}), loads=loads)
+    outlook = foresee(fleet, Change(), strategy_named("load"), replace(POLICY, load_window_s=30.0))
+    assert outlook.load_before == {"worker-0": 10.0, "worker-1": 4.0}
+    assert {move.after_s for move in outlook.moves} == {30.0}
+    assert outlook.load_after == {"worker-0": 7.0, "worker-1": 7.0}
+
+
+def test_without_measured_loads_a_plan_says_nothing_of_them() -> None:
+    outlook = what_if(fleet_of({"worker-0": 4, "worker-1": 4}))
+    assert outlook.load_before == outlook.load_after == {}

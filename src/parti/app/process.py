@@ -6,17 +6,37 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
 from parti.app.supervisor import own_slot
-from parti.app.worker import Worker
 from parti.telemetry.logs import name_process
 
 _log = structlog.get_logger("parti.process")
 
 
-async def serve(worker: Worker, on_started: Callable[[], None] = lambda: None) -> int:
+class Servable(Protocol):
+    """A worker of partitions or of jobs."""
+
+    on_worker_id: Callable[[str], None]
+
+    @property
+    def finished(self) -> int:
+        """What it has finished since the start."""
+
+    async def start(self) -> None:
+        """Begin, or raise what is wrong."""
+
+    def announce(self) -> None:
+        """Say in one log line what it does."""
+
+    async def stop(self) -> bool:
+        """Drain and leave; True when nothing was left to be delivered again."""
+        ...
+
+
+async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None) -> int:
     """Run a worker until SIGTERM or SIGINT, then drain; a second signal leaves at once.
 
     Raises what `Worker.start` raises; calls `on_started` when it has not.

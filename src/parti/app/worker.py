@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -13,9 +14,11 @@ from parti.coordination.control_plane import read_keys
 from parti.coordination.fleet_parts import FleetParts
 from parti.coordination.hooks import Hooks
 from parti.coordination.manager import Manager
+from parti.coordination.mirror_trimming import Trimmer
 from parti.coordination.records import Records
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
 from parti.core.fleet_view import FleetState
+from parti.core.hot_mirror import ON, why_not
 from parti.core.retention import INTEREST, LIMITS, retention_named
 from parti.errors import ConfigError, NotFound, PermissionDenied, ServerTooOld, StreamNotFound, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
@@ -27,10 +30,11 @@ from parti.jetstream.streams import ensure_mapped_stream
 from parti.jetstream.wire import Wire
 from parti.model.partition import Partition, PartitionLike, Template
 from parti.model.subjects import overlap, within
-from parti.strategies.interface import Strategy
+from parti.strategies.interface import Strategy, learns_loads
 from parti.telemetry.health import Health
 from parti.telemetry.http import MetricsServer
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import watched
 from parti.version import __version__
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.ledger import ensure_ledger_stream
@@ -81,6 +85,7 @@ class Worker:
         self._server: MetricsServer | None = None
         self._service: MicroService | None = None
         self._solo: Reader | None = None
+        self._trimming: asyncio.Task[None] | None = None
         self._stopped = False
         self._fleet: FleetReading | None = None
 
@@ -112,6 +117,7 @@ class Worker:
             stream = await find_stream(api, job.stream)
         check_template(job, stream)
         _check_retention(job, settings, stream)
+        _check_mirror(job, settings, stream)
         bucket = await Bucket.open(api, settings.bucket, replicas=settings.replicas)
         partitions = await self._check_partitions(api, bucket, stream)
         dead_letters = await DeadLetterStream.open(
@@ -132,7 +138,7 @@ class Worker:
         ports = ReaderPorts(
             connection,
             api,
-            Wire(connection.client),
+            Wire(connection.client, plain=settings.protocol_reader == "plain"),
             dead_letters,
             stream,
             job.template,
@@ -140,6 +146,7 @@ class Worker:
             self.metrics,
             self.health,
             states,
+            measures=settings.fleet and learns_loads(job.strategy),
         )
         if settings.metrics_port is not None:
             self._server = MetricsServer(self.metrics, self.health, settings.metrics_host, settings.metrics_port)
@@ -184,6 +191,8 @@ class Worker:
             partitions = [self._job.template.partition(dict.fromkeys(self._job.template.keys, "*"))]
         self._solo = Reader(ports, settings, bucket, each_subject=every, pointers=bucket)
         await self._solo.start(partitions)
+        trimmer = Trimmer(ports.api, bucket, settings, ports.stream.name, _only(worker_id), alone=worker_id)
+        self._trimming = watched(trimmer.run(), "mirror-trimming", self.health)
 
     async def _join(self, ports: ReaderPorts, service: str) -> None:
         job = self._job
@@ -266,6 +275,9 @@ class Worker:
         return clean
 
     async def _close(self) -> None:
+        if self._trimming:
+            self._trimming.cancel()
+            await asyncio.gather(self._trimming, return_exceptions=True)
         if self._service:
             await self._service.stop()
         if self._server:
@@ -320,6 +332,15 @@ class Worker:
         return before + (self._reader.finished if self._reader else 0)
 
 
+def _only(worker_id: str) -> Callable[[], Awaitable[Sequence[str]]]:
+    """A fleet of one."""
+
+    async def workers() -> Sequence[str]:
+        return (worker_id,)
+
+    return workers
+
+
 async def _check_alone(ports: ReaderPorts, bucket: Bucket) -> None:
     """Refuse to work alone beside a running fleet: both would handle everything."""
     entries = await read_keys(ports.connection, ports.api, bucket.name, ("ids.>",))
@@ -343,6 +364,14 @@ def _check_retention(job: Job, settings: Settings, stream: StreamInfo) -> None:
             f"stream {stream.name!r} has interest retention: the server drops messages on subjects that nobody reads "
             f"yet, so partitions cannot be discovered; list them"
         )
+
+
+def _check_mirror(job: Job, settings: Settings, stream: StreamInfo) -> None:
+    """Refuse a hot mirror where it would be wrong."""
+    one_filter = not settings.fleet and job.source is None
+    refused = why_not(stream.retention, stream.storage, ordered=settings.ordered, one_filter=one_filter)
+    if settings.hot_mirror == ON and refused:
+        raise ConfigError(f"hot_mirror=on is not possible for stream {stream.name!r}: {refused}; set hot_mirror=auto")
 
 
 def _check_stateful(job: Job, settings: Settings, stream: StreamInfo) -> None:

@@ -23,6 +23,7 @@ _COMMANDS = {
     "drain": "Move everything away from workers, at once, and give them nothing more.",
     "pause": "Stop planned moves between live workers, or let nobody handle certain partitions.",
     "resume": "Take back what 'parti pause' has ordered: without partitions for moves, with partitions for these.",
+    "jobs": "Run heavy jobs under a weighted scheduler, and look at them.",
     "pipeline": "Take a stream into the tables of a lake, with Spark.",
     "replay": "Hand a backlog to Spark and back, or read history again into a table.",
     "audit": "Check from the stream and the ledger whether the fleet kept its promises.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -31,7 +31,7 @@ from parti.coordination.orders import Situation
 from parti.core.fleet_view import FleetState, MemberView, Policy
 from parti.core.what_if import Change, Fleet, Move, Outlook, foresee
 from parti.errors import ConfigError
-from parti.strategies import STRATEGY_NAMES, natural_key, natural_order, strategy_named
+from parti.strategies import STRATEGY_NAMES, Strategy, learns_loads, natural_key, natural_order, strategy_named
 
 _FIRST = 20
 """Lines of each table without --all."""
@@ -69,9 +69,9 @@ def plan(
     leader = situation.records.leaders.get("rebalancer")
     told = leader.strategy if leader and leader.strategy in STRATEGY_NAMES else settings.strategy
     chosen = strategy_named(strategy or told)
-    fleet = _fleet(situation)
+    fleet = _measured(_fleet(situation), situation, chosen)
     change = Change(_newcomers(join, fleet, settings), _leavers(leave or (), fleet))
-    outlook = foresee(fleet, change, chosen, _policy(settings))
+    outlook = foresee(fleet, change, chosen, _policy(settings, chosen))
     answer = Answer(
         chosen.name,
         change,
@@ -111,12 +111,18 @@ def _fleet(situation: Situation) -> Fleet:
     return Fleet(members, records.claims, settled=settled, orders=situation.orders)
 
 
-def _policy(settings: Settings) -> Policy:
+def _measured(fleet: Fleet, situation: Situation, strategy: Strategy) -> Fleet:
+    """The same with the loads that the workers have measured, for a strategy that goes by them."""
+    return replace(fleet, loads=situation.records.measured) if learns_loads(strategy) else fleet
+
+
+def _policy(settings: Settings, strategy: Strategy) -> Policy:
     return Policy(
         cold_start_window_s=settings.cold_start_window_s,
         scale_window_s=settings.scale_window_s,
         min_rebalance_interval_s=settings.min_rebalance_interval_s,
         hysteresis=settings.hysteresis,
+        load_window_s=settings.load_window_s if learns_loads(strategy) else 0.0,
     )
 
 
@@ -129,7 +135,7 @@ def _newcomers(number: int, fleet: Fleet, settings: Settings) -> dict[str, Membe
             f"raise max_workers"
         )
     kinds = Counter((m.capacity, m.weight) for m in fleet.members.values() if m.state == "active")
-    usual = settings.capacity if settings.capacity is not None else settings.max_subjects, settings.weight
+    usual = settings.room, settings.weight
     capacity, weight = kinds.most_common(1)[0][0] if kinds else usual
     # Incarnations only grow, which is how a new holder of an old id is told from the old one.
     known = [m.incarnation for m in fleet.members.values()] + [c.incarnation for c in fleet.claims.values()]
@@ -271,9 +277,13 @@ def _print_workers(console: Console, answer: Answer, *, everything: bool) -> Non
     table.add_column("worker", no_wrap=True)
     for title in ("owns", "gets", "gives", "then"):
         table.add_column(title, justify="right", no_wrap=True)
+    if measured := bool(answer.outlook.load_before):
+        for title in ("load", "then"):
+            table.add_column(title, justify="right", no_wrap=True)
     table.add_column()
     for row in shown:
-        numbers = (f"{row[key]:,}" for key in ("owns", "gets", "gives", "then"))
+        numbers = [f"{row[key]:,}" for key in ("owns", "gets", "gives", "then")]
+        numbers += [f"{row[key]:.2f}" for key in ("load", "load_then") if measured]
         table.add_row(Text(row["worker"]), *numbers, Text(row["change"], style="yellow"))
     console.print(table)
     if not everything and len(rows) > len(shown):
@@ -297,6 +307,8 @@ def _workers(answer: Answer) -> list[dict[str, Any]]:
             "gets": gets[name],
             "gives": before.get(name, 0) + gets[name] - after.get(name, 0),
             "then": after.get(name, 0),
+            "load": outlook.load_before.get(name, 0.0) if outlook.load_before else None,
+            "load_then": outlook.load_after.get(name, 0.0) if outlook.load_before else None,
         }
         for name in names
     ]

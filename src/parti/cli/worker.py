@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -19,6 +19,8 @@ from parti.app.supervisor import die_with_parent, own_slot, supervise
 from parti.config import Settings
 from parti.errors import ConfigError, HandlerMissing
 from parti.telemetry.logs import configure_logging
+
+_T = TypeVar("_T")
 
 
 def worker(
@@ -107,6 +109,11 @@ def _supervise(processes: int, target: str, options: Mapping[str, object], setti
 
 def load_app(target: str) -> App:
     """Import `module:app`; raises `HandlerMissing` with the reason in one line."""
+    return load_named(target, App, "parti.App")
+
+
+def load_named(target: str, kind: type[_T], called: str) -> _T:
+    """Import `module:app`, which must be of this kind; raises `HandlerMissing` with the reason in one line."""
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name:
         raise HandlerMissing(f"{target!r} does not name an app; expected MODULE:APP, for example orders.main:app")
@@ -124,7 +131,7 @@ def load_app(target: str) -> App:
     except Exception as error:
         raise HandlerMissing(f"module {module_name!r} fails on import: {type(error).__name__}: {error}") from error
     app = getattr(module, name, None)
-    if not isinstance(app, App):
-        kind = "has nothing named" if app is None else f"has a {type(app).__name__}, not a parti.App, named"
-        raise HandlerMissing(f"module {module_name!r} {kind} {name!r}; expected app = parti.App(...)")
+    if not isinstance(app, kind):
+        found = "has nothing named" if app is None else f"has a {type(app).__name__}, not a {called}, named"
+        raise HandlerMissing(f"module {module_name!r} {found} {name!r}; expected {name} = {called}(...)")
     return app

@@ -207,6 +207,11 @@ def _rate(row: WorkerRow) -> str:
     return f"{row.report.health.rate:,.0f}" if row.report.health else ""
 
 
+def _load(row: WorkerRow) -> str:
+    load, share = row.report.load, row.report.load_share
+    return "" if load is None else f"{load:.2f}" + (f" ({share:.0%})" if share is not None else "")
+
+
 def _busy(row: WorkerRow) -> str:
     busy = row.report.health.busy if row.report.health else ()
     return str(len(busy)) if busy else ""
@@ -218,6 +223,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("leads", lambda row: ", ".join(row.roles)),
     Column("owns", lambda row: f"{row.report.owned:,}", right=True),
     Column("moving", _changing, right=True),
+    Column("load", _load, right=True),
     Column("capacity", _leased(lambda m: f"{m.capacity:,}"), right=True),
     Column("weight", _leased(lambda m: f"{m.weight:g}"), right=True),
     Column("subjects", _said("subjects"), right=True),
@@ -243,7 +249,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("problems", lambda row: "; ".join(row.problems)),
 )
 _BY_WEIGHT = (
-    *("worker", "state", "owns", "moving", "identity", "host:pid", "version", "started", "leads", "capacity"),
+    *("worker", "state", "owns", "moving", "load", "identity", "host:pid", "version", "started", "leads", "capacity"),
     *("heartbeat", "pulling", "finished", "msg/s", "failures", "dead letters", "busy", "applied", "subjects"),
     *("weight", "failing", "updates", "skipped", "lease", "incarnation", "service", "client", "problems"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -9,12 +10,14 @@ from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Election, Office
 from parti.coordination.fleet_parts import FleetParts, Memory
 from parti.coordination.lease import clock
+from parti.coordination.mirror_trimming import Trimmer
 from parti.coordination.rebalancer import Rebalancer, RebalancerParts
 from parti.coordination.roles import clean_up, monitor
 from parti.coordination.sources import SourceContext, SourceReader
 from parti.coordination.worker_ids import Seat
 from parti.core.fleet_view import Policy
 from parti.model.fleet import ROLES, FleetRecord, Role
+from parti.strategies import learns_loads
 
 
 class Candidacy:
@@ -62,7 +65,11 @@ class Candidacy:
         if office.role == "monitor":
             await monitor(self._plane, metrics)
         elif office.role == "cleanup":
-            await clean_up(self._plane, office, self._parts.stream, self._fleet.prefix)
+            parts = self._parts
+            trimmer = Trimmer(parts.api, self._plane.bucket, parts.settings, parts.stream, self._plane.members)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(clean_up(self._plane, office, parts.stream, self._fleet.prefix))
+                tasks.create_task(trimmer.run())
         else:
             await self._rebalance(office)
 
@@ -90,6 +97,7 @@ class Candidacy:
             overlap=parts.retention.overlap,
             ready_within_s=s.ready_within_s,
             moves_at_once=s.moves_at_once,
+            load_window_s=s.load_window_s if learns_loads(parts.strategy) else 0.0,
         )
         context = SourceContext(parts.api, self._plane.bucket, parts.stream, parts.template)
         return RebalancerParts(

@@ -9,7 +9,7 @@ from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket, Entry
 from parti.jetstream.watch import Watch
-from parti.model.fleet import FleetRecord, decode, encode
+from parti.model.fleet import FleetRecord, decode, encode, name_of
 
 
 class ControlPlane:
@@ -41,6 +41,10 @@ class ControlPlane:
     async def read(self, *keys: str) -> dict[str, Entry]:
         """Every key that matches, with its newest value; deleted ones may be there with an empty value."""
         return await read_keys(self.connection, self.api, self.bucket.name, keys)
+
+    async def members(self) -> list[str]:
+        """Ids of all workers whose lease stands, whatever their state."""
+        return [name_of(key) for key, entry in (await self.read("ids.>")).items() if entry.value]
 
 
 async def agree(bucket: Bucket, ours: FleetRecord) -> FleetRecord:

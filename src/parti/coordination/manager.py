@@ -209,7 +209,7 @@ class Manager:
             host=socket.gethostname(),
             pid=os.getpid(),
             version=__version__,
-            capacity=s.max_subjects if s.capacity is None else s.capacity,
+            capacity=s.room,
             weight=s.weight,
             service=self._service,
             client=client_ref(self._parts.connection),

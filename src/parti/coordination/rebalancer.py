@@ -19,7 +19,7 @@ from parti.coordination.lease import clock
 from parti.coordination.membership import Membership
 from parti.coordination.sources import SourceReader
 from parti.coordination.takeover import Estates, Takeovers
-from parti.core.consumer_config import consumer_name
+from parti.core.consumer_config import consumer_name, owner_of, shard_number
 from parti.core.fleet_view import (
     BeginMove,
     Command,
@@ -32,15 +32,26 @@ from parti.core.fleet_view import (
     Policy,
 )
 from parti.core.guests import home_after
+from parti.core.loads import LoadBook
 from parti.core.planner import Planner
 from parti.core.retention import INTEREST, Retention
 from parti.errors import ControlPlaneReset, LeaseLost, NotFound, PartiError, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, MAX_BATCH, Entry, Write
 from parti.jetstream.system_events import SystemEvents
 from parti.jetstream.watch import Watch
-from parti.model.fleet import Assignment, Claim, FleetRecord, HealthRecord, Orders, decode, key_of, name_of
+from parti.model.fleet import (
+    Assignment,
+    Claim,
+    FleetRecord,
+    HealthRecord,
+    LoadRecord,
+    Orders,
+    decode,
+    key_of,
+    name_of,
+)
 from parti.model.partition import Partition, Template
-from parti.strategies.interface import Strategy
+from parti.strategies.interface import Strategy, learns_loads
 from parti.telemetry.metrics import Metrics
 
 _log = structlog.get_logger("parti.rebalancer")
@@ -92,6 +103,7 @@ class Rebalancer:
         self._orders = Orders()
         self._begun_s: dict[str, float] = {}
         self._health: dict[str, HealthRecord] = {}
+        self._loads = LoadBook() if learns_loads(parts.strategy) else None
         self._partitions: dict[str, Partition] = {}
         self._stream_created = ""
         self._said = office.record
@@ -114,7 +126,7 @@ class Rebalancer:
             self._plane.connection,
             self._plane.api,
             self._plane.bucket.name,
-            ("ids.>", "health.>", "orders"),
+            ("ids.>", "health.>", "orders", *(("load.>",) if self._loads else ())),
             self._on_entry,
         )
         refreshing = asyncio.ensure_future(self._refresh())
@@ -191,6 +203,9 @@ class Rebalancer:
             self._take_orders(entry)
             return
         worker = name_of(key)
+        if key.startswith("load.") and self._loads:
+            self._loads.take(worker, _decoded(key, entry, LoadRecord))
+            return
         health = _decoded(key, entry, HealthRecord)
         before = self._health.pop(worker, None)
         if health is None:
@@ -284,7 +299,7 @@ class Rebalancer:
             claims=self._claims.claims,
             health=self._health,
             left=frozenset(self._membership.left),
-            weights=self._parts.weights(),
+            weights=self._weights(),
             orders=self._orders,
         )
         decision = self._planner.step(view)
@@ -298,6 +313,15 @@ class Rebalancer:
                 term=self._office.term,
             )
         return decision
+
+    def _weights(self) -> Mapping[str, float] | None:
+        """Loads of the partitions: as measured, or as the application says."""
+        given = self._parts.weights()
+        if self._loads is None:
+            return given
+        claims = self._claims.claims
+        owners = {p: claims[p].owner if p in claims else "" for p in self._partitions}
+        return self._loads.weights(owners, given)
 
     # ── acting ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -355,17 +379,19 @@ class Rebalancer:
             return
         members, claims = self._membership.members, self._claims.claims
         owners = {claims[c.partition].owner for c in commands if isinstance(c, Give) and c.partition in claims}
-        for owner in owners - {""}:
-            member = members.get(owner)
-            if member is not None and member.state != "away":
-                continue
-            try:
-                await self._plane.api.delete_consumer(
-                    self._parts.stream, consumer_name(self._parts.fleet.prefix, owner)
-                )
-                _log.info("removed the consumer of a worker that is not there", worker=owner)
-            except NotFound:
-                pass
+        absent = {w for w in owners - {""} if (member := members.get(w)) is None or member.state == "away"}
+        api, stream, prefix = self._plane.api, self._parts.stream, self._parts.fleet.prefix
+        names = await api.consumer_names(stream) if absent else []
+        for owner in absent:
+            first = consumer_name(prefix, owner)
+            for name in [n for n in names if n == first or shard_number(n, first)]:
+                try:
+                    # By its name alone, a shard of one worker may be the first consumer of another.
+                    if owner_of((await api.consumer_info(stream, name)).config, prefix)[0] == owner:
+                        await api.delete_consumer(stream, name)
+                        _log.info("removed the consumer of a worker that is not there", worker=owner)
+                except NotFound:
+                    pass
 
     def _claim_for(self, command: Command, estates: Estates | None) -> Claim | None:
         """The claim that carries a command out; None when whoever was to get it has gone in the meantime."""

@@ -9,10 +9,21 @@ from typing import TypeVar
 import msgspec
 
 from parti.core.fleet_report import FleetReport, report_fleet
+from parti.core.loads import LoadBook
 from parti.jetstream.kv import Entry
-from parti.model.fleet import Assignment, Claim, HealthRecord, LeaderRecord, MemberRecord, decode, name_of
+from parti.model.fleet import (
+    Assignment,
+    Claim,
+    HealthRecord,
+    LeaderRecord,
+    LoadRecord,
+    MemberRecord,
+    decode,
+    name_of,
+)
 
-KEYS = ("ids.>", "health.>", "claims.>", "leader.*", "assignment.>")
+MONITORED = ("ids.>", "health.>", "claims.>", "leader.*")
+KEYS = (*MONITORED, "assignment.>", "load.>")
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -25,6 +36,8 @@ class Records:
     claims: dict[str, Claim] = field(default_factory=dict)
     leaders: dict[str, LeaderRecord] = field(default_factory=dict)
     assignments: dict[str, Assignment] = field(default_factory=dict)
+    loads: dict[str, LoadRecord] = field(default_factory=dict)
+    """What workers have measured, those that are gone included."""
     unreadable: int = 0
 
     @classmethod
@@ -50,6 +63,8 @@ class Records:
             self._put(self.leaders, name, entry, LeaderRecord)
         elif kind == "assignment":
             self._put(self.assignments, name, entry, Assignment)
+        elif kind == "load":
+            self._put(self.loads, name, entry, LoadRecord)
 
     def _put(self, records: dict[str, _T], name: str, entry: Entry, kind: type[_T]) -> None:
         if not entry.value:
@@ -67,4 +82,12 @@ class Records:
 
     def report(self) -> FleetReport:
         """The fleet at this moment."""
-        return report_fleet(self.members, self.health, self.claims, self.leaders.get("rebalancer"))
+        return report_fleet(self.members, self.health, self.claims, self.leaders.get("rebalancer"), self.loads)
+
+    @property
+    def measured(self) -> Mapping[str, float] | None:
+        """Loads of all claimed partitions as the rebalancer counts them; None: nobody measures."""
+        book = LoadBook()
+        for worker, record in self.loads.items():
+            book.take(worker, record)
+        return book.weights({p: claim.owner for p, claim in self.claims.items()})

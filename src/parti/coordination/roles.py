@@ -11,8 +11,8 @@ import structlog
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Office
 from parti.coordination.lease import clock
-from parti.coordination.records import KEYS, Records
-from parti.core.consumer_config import worker_of
+from parti.coordination.records import MONITORED, Records
+from parti.core.consumer_config import owner_of, workers_of
 from parti.errors import NotFound, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, Write
 from parti.jetstream.state_store import StateStore
@@ -33,7 +33,7 @@ _FORGET_AFTER_S = 600.0
 async def monitor(plane: ControlPlane, metrics: Metrics) -> None:
     """Measure the fleet by its records, and complain about what lasts too long."""
     records = Records()
-    watch = Watch(plane.connection, plane.api, plane.bucket.name, KEYS[:-1], records.take, resync_s=_RESYNC_S)
+    watch = Watch(plane.connection, plane.api, plane.bucket.name, MONITORED, records.take, resync_s=_RESYNC_S)
     since: dict[str, float] = {}
     try:
         await watch.start()
@@ -57,12 +57,12 @@ async def monitor(plane: ControlPlane, metrics: Metrics) -> None:
 async def clean_up(plane: ControlPlane, office: Office, stream: str, prefix: str) -> None:
     """Remove what workers left behind that are gone and own nothing; positions are kept."""
     while True:
-        entries = await plane.read("ids.>", "health.>", "claims.>", "assignment.>")
+        entries = await plane.read("ids.>", "health.>", "claims.>", "assignment.>", "load.>")
         records = Records.of(entries)
         await _remove_consumers(plane, stream, prefix, records)
         await _sweep_states(plane)
         for worker in _long_gone(records):
-            keys = [k for kind in ("health", "assignment") if (k := key_of(kind, worker)) in entries]
+            keys = [k for kind in ("health", "assignment", "load") if (k := key_of(kind, worker)) in entries]
             try:
                 await office.write([Write(k, b"", entries[k].revision, MARKER_TTL_S, deletes=True) for k in keys])
             except WrongRevision:
@@ -94,12 +94,16 @@ async def _remove_consumers(plane: ControlPlane, stream: str, prefix: str, recor
     # An owner that is not there for a moment has not applied what it was given either.
     if any(w not in records.members or w not in told or not _has_applied(told[w], said.get(w)) for w in owners):
         return
+    here = records.members.keys() | records.named_in_claims
+    known = records.health.keys() | records.assignments.keys() | here
     for name in await plane.api.consumer_names(stream):
-        worker = worker_of(name, prefix)
-        known = worker in records.health or worker in records.assignments
-        if not known or worker in records.members or worker in records.named_in_claims:
-            continue
+        workers = [worker for worker in workers_of(name, prefix) if worker in known]
         try:
+            if len(workers) > 1:
+                # A shard of one worker or the first consumer of another: only its metadata tell.
+                workers = [owner_of((await plane.api.consumer_info(stream, name)).config, prefix)[0]]
+            if not workers or workers[0] in here:
+                continue
             await plane.api.delete_consumer(stream, name)
         except NotFound:
             continue

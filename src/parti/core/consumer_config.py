@@ -7,13 +7,18 @@ configuration, so no immutable field ever has to change.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parti.core.shards import MOST_SHARDS
+
 NANOSECONDS = 1_000_000_000
 HOLD = "-hold-"
 """Between the name of a worker's consumer and the rest of the name of a hold (`parti.worker.holds`)."""
+SHARD = "parti.shard"
+"""Metadata of a worker's second and further consumers: worker id and number, which the name alone leaves open."""
 
 # The server refuses an update that changes one of these (nats-server 2.15).
 IMMUTABLE_FIELDS = frozenset(
@@ -42,17 +47,54 @@ class ConsumerTuning:
     max_ack_pending: int
     max_waiting: int
     inactive_threshold_s: float
+    acks: bool = True
+    """False on a hot mirror: positions say what is finished, and the server need not keep account of it."""
 
 
-def consumer_name(prefix: str, worker_id: str) -> str:
-    """Name (and durable name) of a worker's consumer."""
-    return f"{prefix}-{worker_id}"
+def consumer_name(prefix: str, worker_id: str, shard: int = 1) -> str:
+    """Name (and durable name) of a worker's consumer, or of a further one (`shard`).
+
+    >>> consumer_name("parti", "worker-7"), consumer_name("parti", "worker-7", 2)
+    ('parti-worker-7', 'parti-worker-7-2')
+    """
+    return f"{prefix}-{worker_id}" if shard == 1 else f"{prefix}-{worker_id}-{shard}"
 
 
-def worker_of(consumer: str, prefix: str) -> str:
-    """Whose consumer or hold this is; empty when it is nobody's of this fleet."""
+def shard_number(consumer: str, first: str) -> int:
+    """Which shard of the worker whose first consumer is `first` a consumer is by its name; 0 for none."""
+    number = consumer.removeprefix(f"{first}-")
+    found = re.fullmatch("[1-9][0-9]?", number) and 2 <= int(number) <= MOST_SHARDS
+    return int(number) if found and number != consumer else 0
+
+
+def workers_of(consumer: str, prefix: str) -> tuple[str, ...]:
+    """Whose consumer, shard or hold this can be, by its name; nothing when it is nobody's of this fleet.
+
+    The second consumer of `worker` and the first of `worker-2` have one name. Which of the two it is, its metadata
+    tell (`shard_metadata`).
+
+    >>> workers_of("parti-worker-7", "parti"), workers_of("parti-worker-7-2", "parti"), workers_of("x", "parti")
+    (('worker-7', 'worker'), ('worker-7-2', 'worker-7'), ())
+    """
     rest = consumer.removeprefix(f"{prefix}-")
-    return "" if rest == consumer else rest.partition(HOLD)[0]
+    if rest == consumer:
+        return ()
+    worker = rest.partition(HOLD)[0]
+    base, _, _ = worker.rpartition("-")
+    return (worker, base) if base and shard_number(worker, base) else (worker,)
+
+
+def shard_metadata(worker_id: str, shard: int) -> dict[str, str]:
+    """What a worker's consumer says of itself; its first one says nothing."""
+    return {SHARD: f"{worker_id}/{shard}"} if shard > 1 else {}
+
+
+def owner_of(config: Mapping[str, Any], prefix: str) -> tuple[str, int]:
+    """Whose consumer this is, and which shard, by its configuration."""
+    worker, _, shard = str((config.get("metadata") or {}).get(SHARD, "")).rpartition("/")
+    if worker and shard.isdecimal():
+        return worker, int(shard)
+    return next(iter(workers_of(str(config.get("name", "")), prefix)), ""), 1
 
 
 def build_config(
@@ -61,6 +103,7 @@ def build_config(
     tuning: ConsumerTuning,
     *,
     existing: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Build the configuration of the consumer `name` with exactly these subjects.
 
@@ -73,21 +116,26 @@ def build_config(
         raise ValueError("a consumer without subjects would receive every message of the stream")
     mutable: dict[str, Any] = {
         "filter_subjects": list(subjects),
-        "ack_wait": int(tuning.ack_wait_s * NANOSECONDS),
-        "max_ack_pending": tuning.max_ack_pending,
         "max_deliver": -1,
         "inactive_threshold": int(tuning.inactive_threshold_s * NANOSECONDS),
     }
+    if tuning.acks:
+        mutable |= {
+            "ack_wait": int(tuning.ack_wait_s * NANOSECONDS),
+            "max_ack_pending": tuning.max_ack_pending,
+        }
     if existing is not None:
         kept = {k: v for k, v in existing.items() if k not in {"filter_subject", "filter_subjects"}}
         return {**kept, **mutable}
+    said = {"metadata": dict(metadata)} if metadata else {}
     return {
         "name": name,
         "durable_name": name,
         "deliver_policy": "all",
-        "ack_policy": "explicit",
+        "ack_policy": "explicit" if tuning.acks else "none",
         "replay_policy": "instant",
         "max_waiting": tuning.max_waiting,
         "num_replicas": 0,  # as many as the stream has
+        **said,
         **mutable,
     }

@@ -7,6 +7,20 @@ import re
 from parti.model.message import Message
 
 _HEADER_ROOM = 1024
+ORIGIN_HEADERS = frozenset(
+    {
+        "Parti-Stream",
+        "Parti-Sequence",
+        "Parti-Subject",
+        "Parti-Partition",
+        "Parti-Error",
+        "Parti-Attempts",
+        "Parti-Worker",
+        "Parti-Published",
+        "Parti-Payload",
+    }
+)
+"""What `write_letter` adds to the headers of the message."""
 _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 

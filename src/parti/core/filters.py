@@ -40,8 +40,8 @@ class FilterDiff:
         return not self.added and not self.removed
 
 
-def build_filters(partitions: Iterable[Partition], *, max_subjects: int) -> FilterSet:
-    """Deduplicate and check the subjects of the given partitions.
+def build_filters(partitions: Iterable[Partition], *, max_subjects: int, shards: int = 1) -> FilterSet:
+    """Deduplicate and check the subjects of the given partitions, for one worker with so many consumers.
 
     Raises `TooManySubjects` or `OverlappingSubjects`; nothing has changed then.
     """
@@ -50,10 +50,11 @@ def build_filters(partitions: Iterable[Partition], *, max_subjects: int) -> Filt
     for partition in partitions:
         total += 1
         by_subject.setdefault(partition.subject, partition)
-    if len(by_subject) > max_subjects:
+    if len(by_subject) > max_subjects * shards:
+        allowed = f"{max_subjects * shards} are allowed (max_subjects={max_subjects} x consumer_shards={shards})"
         raise TooManySubjects(
-            f"{len(by_subject)} subjects for one worker, but at most {max_subjects} are allowed (setting "
-            f"max_subjects); nothing was changed: share the partitions among more workers, use wildcards, or raise it"
+            f"{len(by_subject)} subjects for one worker, but at most {allowed}; nothing was changed: share the "
+            f"partitions among more workers, use wildcards, or let the worker have more consumers (consumer_shards)"
         )
     pair = first_overlap(list(by_subject))
     if pair:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from parti.model.fleet import Claim, HealthRecord, LeaderRecord, MemberRecord
+from parti.model.fleet import Claim, HealthRecord, LeaderRecord, LoadRecord, MemberRecord
 from parti.strategies.ordering import natural_order
 
 
@@ -24,6 +25,10 @@ class WorkerReport:
     """Partitions that it is to let go."""
     coming: int
     """Partitions that it is to get."""
+    load: float | None = None
+    """Seconds of handler work a second, as it has measured; None where loads are not."""
+    load_share: float | None = None
+    """The same as a part of what all workers have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,11 @@ def report_fleet(
     health: Mapping[str, HealthRecord],
     claims: Mapping[str, Claim],
     leader: LeaderRecord | None,
+    loads: Mapping[str, LoadRecord] = MappingProxyType({}),
 ) -> FleetReport:
     """Put the records together."""
+    measured = {name: sum(record.loads.values()) for name, record in loads.items() if name in members}
+    total = sum(measured.values())
     live = {p: c for p, c in claims.items() if c.state != "free"}
     owned = Counter(c.owner for c in live.values() if c.state == "owned")
     leaving = Counter(c.owner for c in live.values() if c.state in {"preparing", "moving"})
@@ -79,6 +87,8 @@ def report_fleet(
             owned[name],
             leaving[name],
             coming[name],
+            measured.get(name),
+            measured[name] / total if total and name in measured else None,
         )
         for name in names
     )

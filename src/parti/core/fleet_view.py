@@ -75,6 +75,8 @@ class Policy:
     """A next owner that is not ready by then does not get the partition."""
     moves_at_once: int = 200
     """Most partitions that are on their way at the same time."""
+    load_window_s: float = 0.0
+    """Loads are measured: an imbalance of them has to last so long. 0: they are not, and it need not."""
 
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
+from parti.core.loads import Effort
 from parti.model.message import Message, Ownership
 
 
@@ -51,6 +52,7 @@ class Lane:
         "behind",
         "behind_until",
         "careful_to",
+        "effort",
         "fed",
         "feed_from",
         "incoming",
@@ -71,6 +73,8 @@ class Lane:
         self.waiting: deque[Message] = deque()
         self.phase = Phase.IDLE
         self.started_s = 0.0
+        self.effort: Effort | None = None
+        """What its handlers took, where loads are measured."""
         self.taken_to = 0
         """Last sequence that a runner holds; it will finish these whatever happens."""
         self.behind = False
@@ -197,6 +201,20 @@ class Lane:
     def caught_up(self, cursor: int) -> bool:
         """Whether nothing is left that only the position remembers; `cursor`: all before it has been delivered."""
         return not self.parked and cursor >= self.behind_until and (not self.waiting or bool(self.waiting[0].reply))
+
+
+def hogs_among(lanes: Iterable[Lane], *, held: int, limit: int) -> list[Lane]:
+    """Lanes that take a quarter of all room or more while three quarters of it are taken, though they move.
+
+    More arrives for them than their handler gets done; without parking, the others would get what is left.
+    """
+    if held * 4 < limit * 3:
+        return []
+    return [
+        lane
+        for lane in lanes
+        if not lane.parked and not lane.incoming and len(lane.waiting) * 4 >= limit and len(lane.waiting) > 1
+    ]
 
 
 def lanes_to_park(stuck: Iterable[Lane], *, held: int, limit: int) -> list[Lane]:

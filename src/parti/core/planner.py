@@ -9,7 +9,8 @@ Order of care:
   2. moves that have begun are brought to their end;
   3. partitions of a worker that drains, and those that an operator has placed, move at once;
   4. others move between live workers only after a window without joins and leaves, at most once in a minimum
-     interval, to workers that have been there for the length of a window, and not for a small imbalance.
+     interval, to workers that have been there for the length of a window, and not for a small imbalance; nor, where
+     loads are measured, for one that may pass.
 
 Moves go to workers that pull, and only so many at a time. Guests (`parti.core.guests`) get what is placed on them and
 nothing else; what they have, and should have no longer, goes back at once.
@@ -38,6 +39,7 @@ from parti.core.fleet_view import (
     Release,
 )
 from parti.core.guests import guests_among, share_of
+from parti.core.loads import Patience, is_worth
 from parti.core.move import Heir, Owner, Step, next_step
 from parti.core.orders import honour, obey, placements
 from parti.model.fleet import Claim, MemberState
@@ -63,8 +65,11 @@ class Planner:
         self._changed_s = elected_s
         self._moved_s = _NEVER_S
         self._looked_s = _NEVER_S
-        self._settled = False
+        # Loads that are measured have changed a little since the last rebalancer looked. That alone is no reason to
+        # move anything; and whoever has joined in between has nothing yet, which tells.
+        self._settled = policy.load_window_s > 0
         """Since the last join or leave the strategy was asked, and all it wanted was begun."""
+        self._patience = Patience(policy.load_window_s)
         self._settled_shares: Mapping[str, _Share] | None = None
         """What everybody had when the strategy was asked and wanted nothing."""
         self._held_back: dict[str, float] = {}
@@ -453,15 +458,22 @@ class _Step:
         shares = self._shares()
         wanted = self._placed_moves() + self._returns()
         again_s = planner._looked_s + self._policy.min_rebalance_interval_s
-        at_rest = planner._settled and (shares == planner._settled_shares or self._balanced(shares))
+        balanced = self._balanced(shares)
+        if balanced and self._policy.load_window_s:
+            planner._settled = True
+            planner._patience.reset()
+        at_rest = planner._settled and (shares == planner._settled_shares or balanced)
         if planner._settled and not at_rest and now_s < again_s and not self._stuck():
             self._wake_at_s.append(again_s)
             at_rest = True
         if not at_rest:
             placed = {move.partition for move in wanted}
-            wanted += [move for move in self._wanted_moves() if move.partition not in placed]
+            moves = self._lasting([move for move in self._wanted_moves() if move.partition not in placed], shares)
+            wanted += moves
             planner._looked_s = now_s
-            planner._settled_shares = None if wanted else shares
+            # What a guest gives back cannot be sent elsewhere before it has arrived: ask the strategy again then.
+            waits = wanted or self._in_transit or planner._patience.since_s is not None
+            planner._settled_shares = None if waits else shares
         if self._view.orders.hold_moves:
             # Whoever drains is about to go, whatever operators want.
             owners = {move: self._view.members.get(self._view.claims[move.partition].owner) for move in wanted}
@@ -498,8 +510,8 @@ class _Step:
         for partition, claim in self._view.claims.items():
             if claim.owner not in self._guests or claim.state != "owned" or partition not in self._wanted:
                 continue
-            if self._placed.get(partition):
-                continue  # it stays, or `_placed_moves` sees to it
+            if self._placed.get(partition) or self._state(claim.owner) == "away":
+                continue  # it stays, or `_placed_moves` sees to it; or nobody is there to let go
             worker = self._target.get(partition, "")
             if worker not in self._residents or self._why_not_to(worker):
                 # As from one who drains: it cannot wait for somebody who is away or does not pull.
@@ -533,6 +545,43 @@ class _Step:
             if worker := self._spare(fit) or self._spare(self._residents):
                 self._incoming[worker] += 1
                 yield BeginMove(partition, worker, f"{claims[partition].owner} is draining")
+
+    def _lasting(self, moves: list[BeginMove], shares: Mapping[str, _Share]) -> list[BeginMove]:
+        """Of the moves that the strategy wants, those that measured loads are reason enough for, for long enough.
+
+        Nothing is asked of moves from somebody who drains or has more than it can take, or to somebody who has
+        nothing at all; and where workers came or went, nobody waits to see whether an imbalance lasts.
+        """
+        policy, patience, now_s = self._policy, self._planner._patience, self._view.now_s
+        if not policy.load_window_s:
+            return moves
+        owner = {move: self._view.claims[move.partition].owner for move in moves}
+        urgent, for_load = list[BeginMove](), list[BeginMove]()
+        for move in moves:
+            (urgent if self._gives_way(owner[move]) else for_load).append(move)
+        crowded = any(share.count > share.capacity for share in shares.values())
+        if crowded or not all(shares[move.next].count for move in for_load):
+            patience.reset()
+            return moves
+        if self._planner._settled:
+            for_load = [move for move in for_load if not patience.rests(move.partition, now_s)]
+        if not self._is_worth([(owner[move], move) for move in for_load]):
+            patience.reset()
+            return urgent
+        if self._planner._settled and not patience.is_over(now_s):
+            self._wake_at_s += [patience.ends_s, now_s + policy.min_rebalance_interval_s]
+            return urgent
+        patience.reset()
+        patience.rest((move.partition for move in for_load), now_s)
+        return urgent + for_load
+
+    def _is_worth(self, moves: Iterable[tuple[str, BeginMove]]) -> bool:
+        loads, members = self._view.weights or {}, self._view.members
+        shifts = [(owner, move.next, loads.get(move.partition, 1.0)) for owner, move in moves]
+        claims = ((p, self._view.claims.get(p)) for p in self._wanted)
+        held = [(share_of(claim, self._guests), loads.get(p, 1.0)) for p, claim in claims if claim]
+        weights = {worker: members[worker].weight for worker in self._residents}
+        return is_worth(shifts, held, weights, self._policy.hysteresis)
 
     def _state(self, owner: str) -> MemberState:
         """What an owner is doing; those that are not there may still be back."""

@@ -7,7 +7,7 @@ counts as quick: it lets go of a partition as soon as it is told to.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -72,6 +72,8 @@ class Fleet:
     """The rebalancer is done, and leaves an imbalance within the hysteresis alone."""
     orders: Orders = field(default_factory=Orders)
     """Those that stand; paused partitions do not count."""
+    loads: Mapping[str, float] | None = None
+    """Loads of the partitions, if they are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,9 @@ class Outlook:
     partitions: int
     unowned: tuple[str, ...]
     """Partitions that nobody would own in the end."""
+    load_before: Mapping[str, float]
+    """Measured load of each owner; empty where nothing is measured."""
+    load_after: Mapping[str, float]
     state: FleetState
     """What the rebalancer would say in the end."""
     reason: str
@@ -121,6 +126,7 @@ class _Future:
         # How many move at a time changes when they move, not where to; and turns are counted here.
         policy = replace(policy, moves_at_once=max(policy.moves_at_once, len(fleet.claims)))
         self._orders = fleet.orders
+        self._loads = fleet.loads
         self._start = fleet.claims
         self._claims = dict(fleet.claims)
         paused = frozenset(fleet.orders.paused)
@@ -156,9 +162,17 @@ class _Future:
             after=Counter(owner for owner in owned.values() if owner in self._members),
             partitions=len(owned),
             unowned=tuple(p for p, owner in owned.items() if owner not in self._members),
+            load_before=self._load_of({p: self._start[p].owner for p in self._partitions}),
+            load_after=self._load_of(owned),
             state=last.state,
             reason=last.reason,
         )
+
+    def _load_of(self, owners: Mapping[str, str]) -> Mapping[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for partition, owner in owners.items() if self._loads else ():
+            found[owner] += (self._loads or {}).get(partition, 0.0)
+        return dict(found)
 
     def _run(self) -> Decision:
         now_s = _NOW_S
@@ -176,7 +190,14 @@ class _Future:
 
     def _view(self, now_s: float) -> FleetView:
         return FleetView(
-            now_s, self._members, self._partitions, self._claims, self._health, self._left, orders=self._orders
+            now_s,
+            self._members,
+            self._partitions,
+            self._claims,
+            self._health,
+            self._left,
+            weights=self._loads,
+            orders=self._orders,
         )
 
     def _do(self, command: Command, after_s: float) -> None:

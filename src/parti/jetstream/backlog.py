@@ -29,6 +29,8 @@ _SILENCE_S = 2.0
 """A replica that says nothing for so long is given up."""
 _AVOID_S = 30.0
 """How long the leader is read instead, after a direct get that nobody answered: a hanging replica, no permission."""
+_TRIES = 6
+"""The server chooses by chance who answers: with a hot mirror every other answer is of no use."""
 _LEADER_BATCH = 64
 """Most messages of a page that is read one by one, at about 0.3 ms each."""
 
@@ -95,7 +97,10 @@ class BacklogReader:
     async def _read(self, subject: str, seq: int, up_to: int, batch: int, max_bytes: int) -> Page:
         messages: list[Stored] = []
         if self._stream.allow_direct and asyncio.get_running_loop().time() >= self._avoid_until_s:
-            answer = await self._get_batch(subject, seq, up_to, batch, max_bytes)
+            for _ in range(_TRIES):
+                answer = await self._get_batch(subject, seq, up_to, batch, max_bytes)
+                if not answer.by_mirror:
+                    break
             messages = answer.messages
             if messages and (answer.trouble or not answer.at_end):
                 return Page(tuple(messages), exhausted=False)
@@ -171,7 +176,7 @@ class BacklogReader:
             self._wire.unsubscribe(sid)
             if forget:
                 forget()
-        if answer.trouble:
+        if answer.trouble and not answer.by_mirror:
             _log.info("direct get cut short", stream=self._stream.name, subject=subject, reason=answer.trouble)
         return answer
 

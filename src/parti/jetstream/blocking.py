@@ -34,6 +34,7 @@ from parti.errors import (
     StreamNotFound,
     WrongRevision,
 )
+from parti.jetstream.protocol import MalformedError, Scanner, Stray
 from parti.jetstream.target import Address, Target
 from parti.model.headers import status_of
 
@@ -200,40 +201,24 @@ class BlockingClient:
         deadline_s = time.monotonic() + timeout_s
         data, self._buffer = self._buffer, b""
         while True:
-            found, pos = self._parse(data)
-            if found is not None:
-                self._buffer = data[pos:]
-                return found
-            self._buffer = data[pos:]
+            scanner = Scanner({})
+            while (stray := self.scan(scanner, data)) is not None:
+                if stray.sid:
+                    self._buffer = data[scanner.pos :]
+                    return _delivery(stray)
+                self.take_line(stray.line[:-2])
+            self._buffer = data[scanner.pos :]
             left_s = deadline_s - time.monotonic()
             data = self.receive(left_s) if left_s > 0 and not self._denials else b""
             if not data:
                 return None
 
-    def _parse(self, data: bytes) -> tuple[Delivery | None, int]:
-        pos = 0
-        while (end := data.find(b"\r\n", pos)) >= 0:
-            line = data[pos:end]
-            words = line.split()
-            if words and words[0] in {b"MSG", b"HMSG"}:
-                size, head = int(words[-1]), int(words[-2]) if words[0] == b"HMSG" else 0
-                start = end + 2
-                if len(data) < start + size + 2:
-                    break
-                reply = words[3] if len(words) == (6 if head else 5) else b""
-                return (
-                    Delivery(
-                        int(words[2]),
-                        words[1].decode("utf-8", "replace"),
-                        reply.decode("utf-8", "replace"),
-                        data[start : start + head] if head else None,
-                        data[start + head : start + size],
-                    ),
-                    start + size + 2,
-                )
-            self.take_line(line)
-            pos = end + 2
-        return None, pos
+    def scan(self, scanner: Scanner, data: bytes) -> Stray | None:
+        """The next stray in `data`; raises ConnectionFailed when these bytes are not the NATS protocol."""
+        try:
+            return scanner.scan(data)
+        except MalformedError as error:
+            raise ConnectionFailed(f"the server {self.server} sent what cannot be read: {error}") from None
 
     def request(
         self,
@@ -294,6 +279,16 @@ class BlockingClient:
             raise StreamNotFound(
                 f"stream {stream!r} does not exist on {self.server}; create it or check the name"
             ) from None
+
+
+def _delivery(stray: Stray) -> Delivery:
+    return Delivery(
+        int(stray.sid),
+        stray.subject.decode("utf-8", "replace"),
+        stray.reply.decode("utf-8", "replace"),
+        stray.header,
+        stray.payload,
+    )
 
 
 def api_error(error: Mapping[str, Any]) -> PartiError:

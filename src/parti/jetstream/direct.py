@@ -52,6 +52,8 @@ class DirectAnswer:
         """Whoever answered has no more, up to the bound."""
         self.trouble = ""
         """Why the answer was given up before its end."""
+        self.by_mirror = False
+        """A mirror of the stream has answered: to ask again may bring the stream's own answer."""
 
     def take(self, header: bytes | None, payload: bytes) -> None:
         """Take in one message of the answer."""
@@ -74,6 +76,7 @@ class DirectAnswer:
         seq = int(seq_text)
         if stream != self._stream:
             # Mirrors answer too, and keep what their own limits let them keep.
+            self.by_mirror = True
             self.give_up(f"answered by the mirror {stream.decode()}")
         elif int(before) != self._last or seq < self._seq:
             self.give_up(f"message {seq} follows {int(before)}, not {self._last}")

@@ -23,7 +23,7 @@ from parti.core.pull_status import PullStep, next_step
 from parti.errors import ConnectionFailed, PartiError
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.wire import Wire, pub
-from parti.model.headers import parse_reply, status_of
+from parti.model.headers import parse_headers, parse_reply, status_of
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import PULL_STATUS, Metrics
 from parti.telemetry.tasks import watched
@@ -36,7 +36,6 @@ _ADAPT_INTERVAL_S = 0.1
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
 _SETTLED_S = 1.0
 _RIVAL_GAPS = 4
-_SIGNAL = "pull"
 _PLAIN_DOTS = frozenset({8, 10})
 
 
@@ -98,16 +97,25 @@ class PullEngine:
         stream: str,
         consumer: str,
         prepare: Callable[[str], Awaitable[bool]],
+        signal: str = "pull",
+        passed: Callable[[int], None] | None = None,
     ) -> None:
+        """`passed` is for one engine of several on a connection, each with a `signal` of its own.
+
+        It is told how far the server has looked when there is nothing to deliver; and what arrives for the other
+        engines is no sign of life.
+        """
         self._connection = connection
         self._wire = wire
         self._intake = intake
         self._tuning = tuning
         self._metrics = metrics
         self._health = health
-        self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}".encode()
         self._consumer = consumer
+        self.aim(stream)
         self._prepare = prepare
+        self._signal = signal
+        self._passed = passed
         self._batch = tuning.batch
         self._slots: list[_Slot] = []
         self._open = False
@@ -149,6 +157,10 @@ class PullEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+
+    def aim(self, stream: str) -> None:
+        """Pull from the consumer on this stream from now on; only `prepare` may call this, between two sessions."""
+        self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{self._consumer}".encode()
 
     def pause(self) -> None:
         """Close the session and stay closed until `resume`."""
@@ -201,9 +213,10 @@ class PullEngine:
         return self._batch
 
     def _chunk_done(self) -> None:
+        if self._passed is None or self._expected != self._counted:
+            self._heard = True
         self._metrics.messages.value += self._expected - self._counted
         self._counted = self._expected
-        self._heard = True
         self.refill()
 
     def refill(self) -> None:
@@ -301,6 +314,8 @@ class PullEngine:
         self._metrics.pull_status.inc(PULL_STATUS.get(code, "other"))
         step = next_step(code, text)
         if step is PullStep.ALIVE or not self._open:
+            if self._open and self._passed:
+                self._note_passed(header, self._passed)
             return
         slot.remaining = 0
         if step is PullStep.PULL_LARGER:
@@ -311,6 +326,16 @@ class PullEngine:
             log = _log.error if step is PullStep.REFUSED else _log.warning
             log("pull ended by the server", status=code, text=text, consumer=self._consumer, next=step.value)
             self.new_session(f"{code} {text}".strip())
+
+    def _note_passed(self, header: bytes, passed: Callable[[int], None]) -> None:
+        """A heartbeat says up to where there is nothing more; only if nothing that was sent before is missing."""
+        said = parse_headers(header)
+        try:
+            count, seq = int(said["Nats-Last-Consumer"]), int(said["Nats-Last-Stream"])
+        except (KeyError, ValueError):
+            return
+        if count == self._expected - 1:
+            passed(seq)
 
     # ── supervision ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -337,9 +362,9 @@ class PullEngine:
                 if opened and pull:
                     self._open_session()
                     _log.info("pulling again", consumer=self._consumer, reason=reason)
-                self._health.clear(_SIGNAL)
+                self._health.clear(self._signal)
             except PartiError as error:
-                self._health.raise_signal(_SIGNAL, f"consumer {self._consumer} cannot be read: {error}")
+                self._health.raise_signal(self._signal, f"consumer {self._consumer} cannot be read: {error}")
                 _log.warning("consumer not ready, will try again", reason=reason, error=str(error))
                 self._reason = reason
                 self._trouble.set()
@@ -363,7 +388,7 @@ class PullEngine:
                 f"deliveries of consumer {self._consumer} keep going elsewhere: another process seems to pull from "
                 f"it; give each worker its own worker_id"
             )
-            self._health.raise_signal(_SIGNAL, reason)
+            self._health.raise_signal(self._signal, reason)
             _log.error("pull chain keeps breaking", reason=reason)
 
     async def _watch(self) -> None:

@@ -14,6 +14,7 @@ from parti.errors import ConnectionFailed, PartiError
 from parti.jetstream.blocking import BlockingClient
 from parti.jetstream.chunks import Chunk, Wanted, sequence_of
 from parti.jetstream.leaders import nothing_left
+from parti.jetstream.protocol import Scanner, Sink
 from parti.jetstream.target import Target
 from parti.model.headers import parse_headers, parse_reply, status_of
 from parti.model.subjects import covers, first_overlap
@@ -68,7 +69,8 @@ class PulledRange:
             self._delete()
             raise
         self._inbox = self._client.new_inbox()
-        self._client.subscribe(f"{self._inbox}.*")
+        self._sid = b"%d" % self._client.subscribe(f"{self._inbox}.*")
+        self._scanner = Scanner({})
         self._pulls = 0
         self._outstanding = 0
 
@@ -118,7 +120,7 @@ class PulledRange:
         """Chunks, and for each the sequence behind its last message."""
         wanted, client = self._wanted, self._client
         searched = wanted.subjects if self.server_filters else ()
-        chunk, size = Chunk(), 0
+        chunk, size = self._begin_chunk(), 0
         silent_s = 0.0
         if not self._pending and nothing_left(self._control, wanted, self._next, searched):
             return
@@ -127,7 +129,7 @@ class PulledRange:
             data = client.receive(_HEARTBEAT_S / 2)
             before = len(chunk)
             if data:
-                client.put_back(data[self._parse(data, chunk) :])
+                client.put_back(data[self._parse(data) :])
                 size += len(data)
             if len(chunk) > before:
                 silent_s = 0.0
@@ -140,7 +142,7 @@ class PulledRange:
                     return
                 if len(chunk) >= _CHUNK_ROWS or size >= _CHUNK_BYTES:
                     yield chunk, self._next
-                    chunk, size = Chunk(), 0
+                    chunk, size = self._begin_chunk(), 0
                 self._ask()
                 if pending:
                     continue
@@ -152,7 +154,7 @@ class PulledRange:
             # The consumer has no more, or says nothing: the leader knows.
             if len(chunk):
                 yield chunk, self._next
-                chunk, size = Chunk(), 0
+                chunk, size = self._begin_chunk(), 0
             if nothing_left(self._control, wanted, self._next, searched):
                 return
             if silent_s > 3 * _HEARTBEAT_S:
@@ -183,45 +185,37 @@ class PulledRange:
             )
             self._outstanding += batch
 
-    def _parse(self, data: bytes, chunk: Chunk) -> int:
+    def _parse(self, data: bytes) -> int:
         """Take whole messages out of `data`; returns how many bytes were used."""
-        find, length = data.find, len(data)
+        scanner = self._scanner
+        scanner.pos = 0
+        while (stray := self._client.scan(scanner, data)) is not None:
+            if stray.line:
+                self._client.take_line(stray.line[:-2])
+        return scanner.pos
+
+    def _sink_for(self, chunk: Chunk) -> Sink:
+        """Where deliveries go until the next chunk is begun."""
         add_subject, add_payload = chunk.subjects.append, chunk.payloads.append
         add_reply, add_header = chunk.replies.append, chunk.headers.append
-        pos = 0
-        while True:
-            line_end = find(b"\r\n", pos)
-            if line_end < 0:
-                return pos
-            words = data[pos:line_end].split(b" ")
-            start = line_end + 2
-            kind = words[0]
-            if kind == b"MSG":
-                end = start + int(words[-1])
-                if end + 2 > length:
-                    return pos
-                pos = end + 2
-                # Anything else is no delivery: somebody else wrote to our inbox.
-                if len(words) == 5 and words[3].startswith(b"$JS.ACK."):
-                    add_subject(words[1])
-                    add_reply(words[3])
-                    add_header(None)
-                    add_payload(data[start:end])
-            elif kind == b"HMSG":
-                body, end = start + int(words[-2]), start + int(words[-1])
-                if end + 2 > length:
-                    return pos
-                pos = end + 2
-                if len(words) == 6 and words[3].startswith(b"$JS.ACK."):
-                    add_subject(words[1])
-                    add_reply(words[3])
-                    add_header(data[start:body] if self._wanted.payload else _without_size(data[start:body]))
-                    add_payload(data[body:end])
-                else:
-                    self._take_status(data[start:body])
-            else:
-                self._client.take_line(data[pos:line_end])
-                pos = start
+        whole = self._wanted.payload
+
+        def sink(subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
+            if reply.startswith(b"$JS.ACK."):
+                add_subject(subject)
+                add_reply(reply)
+                add_header(header if whole or header is None else _without_size(header))
+                add_payload(payload)
+            elif header is not None:
+                # Without one it is no delivery and no status: somebody else wrote to our inbox.
+                self._take_status(header)
+
+        return sink
+
+    def _begin_chunk(self) -> Chunk:
+        chunk = Chunk()
+        self._scanner.sinks[self._sid] = self._sink_for(chunk)
+        return chunk
 
     def _take_status(self, header: bytes) -> None:
         code, text = status_of(header)

@@ -8,17 +8,15 @@ its parser, its message objects and its queues: about 2.5 us a message instead o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import structlog
 from nats.aio.client import Client
 from nats.errors import ProtocolError
 
-Sink: TypeAlias = Callable[[bytes, bytes, bytes | None, bytes], None]
-"""Takes subject, reply, header block or None, and payload of one message. Must not block."""
+from parti.jetstream.protocol import MalformedError, Scanner, Sink, Stray
 
 _log = structlog.get_logger("parti.wire")
-_MAX_LINE = 1 << 20
 
 
 class LeanParser:
@@ -30,86 +28,95 @@ class LeanParser:
 
     def __init__(self, client: Any, sinks: dict[bytes, Sink], after_chunk: Callable[[], None]) -> None:
         self._client = client
-        self._sinks = sinks
+        self._scanner = Scanner(sinks)
         self._after_chunk = after_chunk
         self._fallback = client._ps
         self._parts: list[bytes] = []
         self._have = 0
-        self._need = 0
 
     def reset(self) -> None:
         """Forget a half-read message; nats-py calls this when a connection ends."""
         self._parts = []
-        self._have = self._need = 0
+        self._have = self._scanner.need = 0
         self._fallback.reset()
 
     async def parse(self, data: bytes = b"") -> None:
         """Take in a chunk from the socket."""
+        scanner = self._scanner
         if self._parts:
             # A large payload arrives in many chunks: join once, when it is complete.
             self._parts.append(data)
             self._have += len(data)
-            if self._have < self._need:
+            if self._have < scanner.need:
                 return
             data = b"".join(self._parts)
             self._parts = []
-        used, ours = await self._parse(data)
-        if used < len(data):
-            rest = data[used:]
+        scanner.pos, scanner.called = 0, False
+        try:
+            while (stray := self._scan(data)) is not None:
+                await self._hand_over(stray)
+        except MalformedError as error:
+            raise ProtocolError(f"nats: {error}") from error
+        if scanner.pos < len(data):
+            rest = data[scanner.pos :]
             self._parts = [rest]
             self._have = len(rest)
-        if ours:
+        if scanner.called:
             self._after_chunk()
 
-    async def _parse(self, buf: bytes) -> tuple[int, bool]:  # noqa: PLR0912 - the hot loop: each call would cost
-        """Handle every whole message in `buf`; return how much was used and whether a sink was called."""
-        pos, end_of_buf, ours = 0, len(buf), False
-        find, sinks = buf.find, self._sinks
-        self._need = 0
-        while pos < end_of_buf:
-            eol = find(b"\r\n", pos)
-            if eol < 0:
-                if end_of_buf - pos > _MAX_LINE:
-                    raise ProtocolError("nats: protocol line too long")
-                break
-            op = buf[pos]
-            if op not in (77, 72):  # neither MSG nor HMSG
-                await self._fallback.parse(buf[pos : eol + 2])
-                pos = eol + 2
-                continue
-            args = buf[pos:eol].split()
+    def _scan(self, data: bytes) -> Stray | None:
+        while True:
             try:
-                body = eol + 2
-                end = body + int(args[-1])
-                if end < body:
-                    raise ValueError("negative size")
-                if end + 2 > end_of_buf:
-                    self._need = end + 2 - pos
-                    break
-                sid = args[2]
-                if op == 77:
-                    reply = args[3] if len(args) == 5 else b""
-                    header, payload = None, buf[body:end]
-                else:
-                    reply = args[3] if len(args) == 6 else b""
-                    split = body + int(args[-2])
-                    if not body <= split <= end:
-                        raise ValueError("header outside the message")
-                    header, payload = buf[body:split], buf[split:end]
-                sink = sinks.get(sid)
-                number = 0 if sink else int(sid)
-            except (ValueError, IndexError) as error:
-                raise ProtocolError("nats: malformed MSG") from error
-            if sink is None:
-                await self._client._process_msg(number, args[1], reply, payload, header)
-            else:
-                ours = True
-                try:
-                    sink(args[1], reply, header, payload)
-                except Exception:
-                    _log.exception("a message sink failed", sid=int(sid))
-            pos = end + 2
-        return pos, ours
+                return self._scanner.scan(data)
+            except MalformedError:
+                raise
+            except Exception:
+                _log.exception("a message sink failed")
+
+    async def _hand_over(self, stray: Stray) -> None:
+        """Give nats-py what is not ours."""
+        if stray.line:
+            await self._fallback.parse(stray.line)
+            return
+        try:
+            number = int(stray.sid)
+        except ValueError as error:
+            raise MalformedError("malformed MSG") from error
+        await self._client._process_msg(number, stray.subject, stray.reply, stray.payload, stray.header)
+
+
+class PlainParser:
+    """nats-py's own parser, with messages for `sinks` taken out behind it: slower, but well tried."""
+
+    def __init__(self, client: Any, sinks: dict[bytes, Sink], after_chunk: Callable[[], None]) -> None:
+        self._sinks = sinks
+        self._after_chunk = after_chunk
+        self._parser = client._ps
+        self._others = client._process_msg
+        self._called = False
+        client._process_msg = self._process_msg
+
+    def reset(self) -> None:
+        """Forget a half-read message; nats-py calls this when a connection ends."""
+        self._parser.reset()
+
+    async def parse(self, data: bytes = b"") -> None:
+        """Take in a chunk from the socket."""
+        self._called = False
+        await self._parser.parse(data)
+        if self._called:
+            self._after_chunk()
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        sink = self._sinks.get(b"%d" % sid)
+        if sink is None:
+            await self._others(sid, subject, reply, data, headers)
+            return
+        self._called = True
+        try:
+            sink(bytes(subject), bytes(reply), headers, bytes(data))
+        except Exception:
+            _log.exception("a message sink failed")
 
 
 class Wire:
@@ -119,11 +126,12 @@ class Wire:
     whoever made them makes new ones. That is wanted, because deliveries may have been lost in between.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, *, plain: bool = False) -> None:
+        """`plain`: nats-py's parser reads the bytes."""
         self._client: Any = client
         self._sinks: dict[bytes, Sink] = {}
         self._listeners: list[Callable[[], None]] = []
-        parser: Any = LeanParser(self._client, self._sinks, self._chunk_done)
+        parser: Any = (PlainParser if plain else LeanParser)(self._client, self._sinks, self._chunk_done)
         self._client._ps = parser
 
     def on_chunk(self, listener: Callable[[], None]) -> Callable[[], None]:

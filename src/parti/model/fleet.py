@@ -4,11 +4,13 @@
     ids.<worker>          MemberRecord   lease of a stable worker id; written by its holder, expires by itself
     health.<worker>       HealthRecord   what that worker has applied and how it fares
     progress.<worker>     Progress       its positions (`parti.core.progress`)
+    load.<worker>         LoadRecord     how much work its partitions are, as measured, with strategy `load`
     leader.<role>         LeaderRecord   lease of a role; written by its holder, expires by itself
     claims.<partition>    Claim          who owns a partition; written by the rebalancer only
     assignment.<worker>   Assignment     what a worker is to own, derived from the claims; rebalancer only
     orders                Orders         what operators want: placements, drained workers, pauses
     state.<partition>     StatePointer   where the state of a stateful handler lies (`parti.model.state`)
+    mirror                MirrorRecord   how far the hot mirror may be trimmed (`parti.core.hot_mirror`); cleanup only
 
 The rebalancer writes claims and assignments in one atomic batch with a renewal of its lease, so that a write of
 somebody who is no longer the rebalancer has no effect at all. What workers write themselves names their incarnation.
@@ -99,6 +101,18 @@ class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     at: datetime
 
 
+class LoadRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What a worker has learned of its partitions; written seldom, and when something has changed noticeably.
+
+    It stays when its worker is gone: until somebody else has measured them, nobody knows more of these partitions.
+    """
+
+    incarnation: int
+    loads: dict[str, float] = {}
+    """Seconds of handler work a second, by partition; none for those that it has not watched for long enough."""
+    at: datetime
+
+
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """The lease of a role."""
 
@@ -163,6 +177,13 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     """Partitions that nobody is to handle."""
     hold_moves: bool = False
     """No planned moves between live workers."""
+
+
+class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """How far somebody is about to trim the hot mirror: nobody begins to read it below."""
+
+    stream_created: str
+    trim: int
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from parti.jetstream.connection import Connection
-from parti.jetstream.wire import Sink
+from parti.jetstream.protocol import Sink
 from parti.model.headers import parse_headers
 from parti.sim.network import Channel, Network, Sent
 from parti.sim.process import Process, current_process
@@ -250,7 +250,8 @@ class SimClient:
 class SimWire:
     """The lean path over the simulated network; see `parti.jetstream.wire.Wire`."""
 
-    def __init__(self, client: SimClient) -> None:
+    def __init__(self, client: SimClient, *, plain: bool = False) -> None:
+        """`plain` makes no difference: there are no bytes to read."""
         self._client = client
         self._listeners: list[Callable[[], None]] = []
         client.on_chunk = self._chunk_done

@@ -3,6 +3,7 @@
     sticky        balanced counts, the smallest possible movement; the default
     hash          consistent hashing with bounded load: places follow from names, little movement
     weighted      loads of partitions shared out by weights of workers, little movement
+    load          the same with loads that the workers measure
     range         even contiguous ranges: neighbours stay together
     round-robin   one by one: neighbours are spread
 
@@ -16,7 +17,8 @@ from __future__ import annotations
 from parti.errors import ConfigError
 from parti.strategies.even_range import EvenRange
 from parti.strategies.hashing import ConsistentHash
-from parti.strategies.interface import Slot, Strategy
+from parti.strategies.interface import Slot, Strategy, learns_loads
+from parti.strategies.measured import MeasuredLoad
 from parti.strategies.ordering import natural_key, natural_order
 from parti.strategies.round_robin import RoundRobin
 from parti.strategies.sticky import Sticky, minimum_moves
@@ -27,11 +29,13 @@ __all__ = [
     "STRATEGY_NAMES",
     "ConsistentHash",
     "EvenRange",
+    "MeasuredLoad",
     "RoundRobin",
     "Slot",
     "Sticky",
     "Strategy",
     "Weighted",
+    "learns_loads",
     "minimum_moves",
     "natural_key",
     "natural_order",
@@ -39,7 +43,8 @@ __all__ = [
 ]
 
 _STRATEGIES: dict[str, Strategy] = {
-    strategy.name: strategy for strategy in (Sticky(), ConsistentHash(), Weighted(), EvenRange(), RoundRobin())
+    strategy.name: strategy
+    for strategy in (Sticky(), ConsistentHash(), Weighted(), MeasuredLoad(), EvenRange(), RoundRobin())
 }
 STRATEGY_NAMES = tuple(_STRATEGIES)
 DEFAULT_STRATEGY = Sticky.name

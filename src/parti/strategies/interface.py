@@ -61,3 +61,8 @@ class Strategy(Protocol):
         Raises `ConfigError` when two workers have one name.
         """
         ...
+
+
+def learns_loads(strategy: Strategy) -> bool:
+    """Whether a strategy wants the loads that workers measure as weights: it has `learns_loads = True`."""
+    return bool(getattr(strategy, "learns_loads", False))

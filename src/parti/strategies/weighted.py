@@ -27,12 +27,17 @@ class Weighted:
 
     Loose partitions go, heaviest first, to the worker that is furthest below its share, so a first assignment
     puts nobody above its share by the load of a whole partition, capacities aside. After that a partition stays
-    unless its worker is above `BOUND`, or another one is so far below its share that it needs more, and only if the
+    unless its worker is above `bound`, or another one is so far below its share that it needs more, and only if the
     move brings the two closer to their shares. Loads are relative; a partition without one has load 1, none has less
     than a hundredth of the mean. Raises `ConfigError` for a load that is negative or not finite.
     """
 
     name = "weighted"
+    bound = BOUND
+    reach = Fraction(1)
+    """A partition moves from one worker to another only if its load is less than this part of what separates them."""
+    few = False
+    """Rather one heavy partition moves than many light ones, if that brings the two nearer."""
 
     def assign(
         self,
@@ -44,7 +49,7 @@ class Weighted:
         """Map partitions to workers."""
         slots = roster(workers)
         now = holdings(partitions, slots, previous)
-        scales = _Scales(slots, now.held, relative_loads(partitions, weights))
+        scales = _Scales(slots, now.held, relative_loads(partitions, weights), self)
         scales.place(now.loose + scales.shed())
         while scales.relieve() + scales.fill():
             pass
@@ -74,19 +79,22 @@ class _Scales:
     """Loads of all workers while partitions are being placed; changes `held` in place.
 
     `_excess` is load minus fair share. A move from one worker to another is made only if the partition's load is
-    less than the difference of their excesses: the sum of all squared excesses then shrinks with every move, so
-    moving comes to an end, and does not start again when called with the outcome.
+    less than the difference of their excesses, or than a part of it, `reach`: the sum of all squared excesses then
+    shrinks with every move, so moving comes to an end, and does not start again when called with the outcome.
     """
 
-    def __init__(self, slots: Sequence[Slot], held: list[list[str]], loads: Mapping[str, int]) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], held: list[list[str]], loads: Mapping[str, int], manner: Weighted
+    ) -> None:
         self._held = held
         self._load_of = loads.__getitem__
         self._capacities = [len(loads) if slot.capacity is None else slot.capacity for slot in slots]
         mean = Fraction(sum(loads.values()), max(1, len(loads)))
         shares = [floor(share * mean) for share in fair_shares(len(loads), slots)]
         self._excess = [sum(map(self._load_of, mine)) - share for mine, share in zip(held, shares, strict=True)]
-        self._most = [floor(share * BOUND) - share for share in shares]
-        self._least = [ceil(share / BOUND) - share for share in shares]
+        self._most = [floor(share * manner.bound) - share for share in shares]
+        self._least = [ceil(share / manner.bound) - share for share in shares]
+        self._reach, self._few = manner.reach.as_integer_ratio(), manner.few
         self._sorted = set[int]()
 
     def shed(self) -> list[str]:
@@ -167,10 +175,24 @@ class _Scales:
         difference = self._excess[donor] - self._excess[taker]
         # Up to half the difference the two do not change roles, so a hot partition rather stays than the light ones.
         index = self._index(donor, wanted, difference // 2)
-        if not self._held[donor] or self._load_of(self._held[donor][index]) >= difference:
+        if self._few:
+            index = self._heavier(donor, index, wanted, difference)
+        if not self._held[donor] or not self._reaches(self._held[donor][index], difference):
             return False
         self._give(taker, self._take(donor, index))
         return True
+
+    def _reaches(self, partition: str, difference: int) -> bool:
+        part, whole = self._reach
+        return self._load_of(partition) * whole < difference * part
+
+    def _heavier(self, i: int, index: int, wanted: int, difference: int) -> int:
+        """The next heavier partition, if the one found is not enough and that one would bring the two nearer."""
+        mine = self._held[i]
+        if index + 1 >= len(mine) or (light := self._load_of(mine[index])) >= wanted:
+            return index
+        nearer = 2 * self._load_of(mine[index + 1]) - difference < difference - 2 * light
+        return index + 1 if nearer and self._reaches(mine[index + 1], difference) else index
 
     def _index(self, i: int, wanted: int, most: int) -> int:
         """Find the lightest one of at least the load wanted, else the heaviest; if it can be, none above `most`."""

@@ -47,6 +47,7 @@ _HANDLER_BOUNDS_S = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 _UPDATE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_JOB_BOUNDS_S = (0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
 
 
 class Instrument(ABC):
@@ -238,6 +239,7 @@ class Metrics(Collector):
         self._declare_pulls()
         self._declare_worker()
         self._declare_fleet()
+        self._declare_jobs()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -289,6 +291,19 @@ class Metrics(Collector):
         )
         self.resets = add(
             LabelledCounter("parti_consumer_resets_total", "Times the consumer was set back to a position.", "reason")
+        )
+        self.wide_filter = add(
+            Gauge("parti_consumer_wide_filter", "1 while one wide filter stands for the worker's own ones.")
+        )
+        self.mirror_inside = add(Gauge("parti_mirror_inside", "1 while the consumer is on the hot mirror."))
+        self.mirror_bytes = add(Gauge("parti_mirror_bytes", "Bytes in the hot mirror, as seen at the last look."))
+        self.mirror_moves = add(
+            LabelledCounter(
+                "parti_mirror_moves_total",
+                "Times the consumer changed between the stream and its hot mirror, or began anew on it.",
+                "move",
+                ("enter", "leave", "rebuild", "make room"),
+            )
         )
 
     def _declare_handlers(self, per_partition: bool) -> None:
@@ -422,6 +437,37 @@ class Metrics(Collector):
             )
         )
         self.claim_failures = add(Counter("parti_claim_failures_total", "Claims that somebody else had changed."))
+
+    def _declare_jobs(self) -> None:
+        add = self._add
+        self.jobs_held = add(Gauge("parti_jobs_held", "Jobs that this worker has received and not yet settled."))
+        self.jobs_running = add(Gauge("parti_jobs_running", "Jobs whose handler runs now, waiting for slots or not."))
+        self.jobs_slots = add(Gauge("parti_jobs_slots", "Slots that there are for the work of jobs."))
+        self.jobs_slots_used = add(Gauge("parti_jobs_slots_used", "Slots in use."))
+        self.jobs_slot_queue = add(Gauge("parti_jobs_slot_queue", "Pieces of work that wait for slots."))
+        self.jobs_slot_wait = add(
+            Histogram("parti_jobs_slot_wait_seconds", "Time from asking for slots to having them.", _JOB_BOUNDS_S)
+        )
+        self.jobs_duration = add(
+            Histogram("parti_jobs_duration_seconds", "Time from the start of a job to its end.", _JOB_BOUNDS_S)
+        )
+        self.jobs_ended = add(
+            LabelledCounter(
+                "parti_jobs_ended_total",
+                "Jobs that this worker has settled, by how.",
+                "outcome",
+                ("done", "retry", "failed", "cancelled", "given_back", "elsewhere", "repeated"),
+            )
+        )
+        self.jobs_heartbeats = add(
+            Counter("parti_jobs_heartbeats_total", "Times the server was told that a job is still worked on.")
+        )
+        self.jobs_recognised = add(
+            Counter(
+                "parti_jobs_recognised_total", "Deliveries of jobs that run here already, and were not started again."
+            )
+        )
+        self.jobs_writes = add(Counter("parti_jobs_record_writes_total", "Writes of job records."))
 
     def _add(self, instrument: _I) -> _I:
         assert instrument.name not in self._instruments, instrument.name

@@ -31,6 +31,8 @@ class AckWriter:
     """
 
     def __init__(self, wire: Wire, metrics: Metrics, after_flush: Callable[[], None]) -> None:
+        self.silent = False
+        """Nothing is sent: the consumer wants no acknowledgements (a hot mirror)."""
         self._wire = wire
         self._acks = metrics.acks
         self._after_flush = after_flush
@@ -69,10 +71,12 @@ class AckWriter:
         finished, other = self._finished, self._other
         if other:
             self._other = []
-            self._wire.write(b"".join(other))
+            if not self.silent:
+                self._wire.write(b"".join(other))
         if finished:
             self._finished = []
-            self._acks.value += len(finished)
-            # One join for all of them: formatting each would cost as much as handling it.
-            self._wire.write(b"PUB " + b" 4\r\n+ACK\r\nPUB ".join(finished) + b" 4\r\n+ACK\r\n")
+            if not self.silent:
+                self._acks.value += len(finished)
+                # One join for all of them: formatting each would cost as much as handling it.
+                self._wire.write(b"PUB " + b" 4\r\n+ACK\r\nPUB ".join(finished) + b" 4\r\n+ACK\r\n")
             self._after_flush()

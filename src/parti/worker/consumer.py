@@ -1,4 +1,4 @@
-"""The one durable pull consumer of a worker, and the subjects it carries.
+"""The durable pull consumer of a worker, and the subjects it carries.
 
 The consumer only delivers; where a partition begins is said by its position. There are two ways to the messages that
 a partition has below what the consumer has delivered already:
@@ -14,6 +14,11 @@ a partition has below what the consumer has delivered already:
 
 A worker may carry partitions that it does not own: those that it is to get ready for (`incoming`). Their messages are
 let go (limits) or held unacknowledged and unhandled (interest) until they are granted.
+
+A worker with more subjects than one consumer may carry has several (`consumer_shards`), each with its own filter,
+session and place in the stream (`parti.worker.shards`). What one has delivered says nothing of the others: wherever
+it matters how far reading has got, the consumer is asked that brings the partition (`Lanes.reached`). A change of the
+set is brought into force one consumer after the other, each of them wholly or not at all.
 """
 
 from __future__ import annotations
@@ -21,63 +26,34 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import structlog
 
 from parti.config import Settings
-from parti.core.consumer_config import ConsumerTuning, build_config, consumer_name
 from parti.core.filters import FilterDiff, FilterSet, build_filters, diff_filters
 from parti.core.progress import Progress, summarise
 from parti.core.retention import INTEREST, retention_named
-from parti.errors import ApiError, ConfigError, LeaseLost, NotFound, PartiError, RequestTimeout, SubjectMismatch
-from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
-from parti.jetstream.connection import Connection
-from parti.jetstream.pull import PullEngine, PullTuning
-from parti.jetstream.wire import Wire
+from parti.errors import ConfigError, LeaseLost, NotFound, PartiError, RequestTimeout, SubjectMismatch
+from parti.jetstream.api import ConsumerInfo, StreamInfo
 from parti.model.partition import Partition, PartitionLike, Template
 from parti.model.subjects import within
-from parti.telemetry.health import Health
-from parti.telemetry.metrics import Metrics
-from parti.worker.holds import Holds
-from parti.worker.lanes import Lanes
+from parti.worker.lanes import Reached
+from parti.worker.shards import Shards
 from parti.worker.starts import Granted, Starts
-from parti.worker.stateful import StatefulPartitions
+from parti.worker.vehicle import NOTHING, ConsumerPorts, Vehicle
 
 _log = structlog.get_logger("parti.consumer")
 
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 2.0
 _SIGNAL = "consumer-update"
-_NOTHING = FilterSet({}, 0)
-_UNPULLED_WAITS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerPorts:
-    """What the consumer works with."""
-
-    api: JetStreamApi
-    connection: Connection
-    wire: Wire
-    lanes: Lanes
-    metrics: Metrics
-    health: Health
-    entitled: Callable[[], bool] = lambda: True
-    """Whether this process still holds the worker id that the consumer belongs to."""
-    on_new_stream: Callable[[StreamInfo], None] = lambda stream: None
-    """Called when the stream was made anew."""
-    safe_elsewhere: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None
-    """Tells which of these partitions are carried by the consumer of their owner."""
-    stateful: StatefulPartitions | None = None
-    """Partitions have a state, which is restored before they begin and saved when they end."""
-    durable: Callable[[], Awaitable[bool]] | None = None
-    """Asked before the consumer is set back, which acknowledges: whether all that has to be stored before is."""
+_FAR_AHEAD = 10_000
+"""Sequences by which a shard is ahead of the slowest one when that is worth a place in the record."""
 
 
 class WorkerConsumer:
-    """Owns the consumer `<prefix>-<workerID>` and the pull engine on it.
+    """Owns the consumer `<prefix>-<workerID>`, its shards where there are more, and the pull engines on them.
 
     `update_worker_consumer` may be called at any time and as often as one likes: calls are coalesced, the newest
     set wins, and a failure leaves the last good set active.
@@ -112,45 +88,36 @@ class WorkerConsumer:
             only_new=settings.start == "new",
             each_subject=each_subject,
         )
-        self._name = consumer_name(settings.prefix, settings.worker_id)
-        self._owned = _NOTHING
+        self._owned = NOTHING
         """What may be handled."""
-        self._carried = _NOTHING
-        """What the server has been told, incoming partitions included."""
         self._bounds: dict[str, int] = {}
         """The stream's last sequence after a partition was added: what is newer is delivered."""
         self._taken: frozenset[str] = frozenset()
         """Subjects that are carried, and whose messages have been taken in from their position on."""
         self._leftovers: dict[str, Partition] = {}
         """Carried only because nobody else does yet, by subject; their messages are not taken in."""
-        self._wanted = _NOTHING
-        self._wanted_incoming = _NOTHING
+        self._wanted = NOTHING
+        self._wanted_incoming = NOTHING
         """Belongs to `_wanted`: one assignment says both."""
         self._wanted_version = 0
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._updater: asyncio.Task[None] | None = None
         self._last_update_s = float("-inf")
         self._failures = 0
-        self._existed = False
         self._lock = asyncio.Lock()
-        self._holds = Holds(ports.api, stream.name, self._name, keep_s=settings.inactive_threshold_s)
+        """Held for the whole of an update; each consumer has a lock of its own."""
         ports.lanes.lets_go = self._feeds
-        self.engine = PullEngine(
-            ports.connection,
-            ports.wire,
-            ports.lanes,
-            _pull_tuning(settings),
-            ports.metrics,
-            ports.health,
-            stream=stream.name,
-            consumer=self._name,
-            prepare=self._prepare,
-        )
+        self.shards = Shards(ports, settings, template, self._starts, self._prepare, one_filter=each_subject)
+
+    @property
+    def _carried(self) -> FilterSet:
+        """What the server has been told, incoming partitions included."""
+        return self.shards.carried
 
     @property
     def name(self) -> str:
-        """Name and durable name of the consumer."""
-        return self._name
+        """Name and durable name of the (first) consumer."""
+        return self.shards.vehicles[0].name
 
     @property
     def stream_created(self) -> str:
@@ -171,18 +138,23 @@ class WorkerConsumer:
         owned = self._build(partitions)
         # A state may be restored sooner than it is known where the stream ends: nothing begins before that.
         self._own(owned, begin=False)
+        infos = await self.shards.find()
+        self._heed(infos)
+        self._want(owned)
+        self.shards.begin_with(self._to_carry(), infos)
         await self._take_up(FilterSet(self._handled, 0))
         if self._ports.stateful:
             await self._starts.begin_with_news(owned.partitions.values())
-        self._want(owned)
-        carried = self._carried = self._to_carry()
+        carried = self._carried
         self._taken = frozenset(carried.partitions.keys() - self._leftovers.keys())
-        incoming = self._expect(carried)
+        incoming = self._expect(carried.partitions)
         if not self._feeds:
             await self._gain(incoming)
-        if self._retention is INTEREST and self._existed:
-            await self._holds.find(await self._starts.last_seq())
-        await self.engine.start()
+        for vehicle in self.shards.vehicles:
+            if self._retention is INTEREST and vehicle.existed:
+                await vehicle.holds.find(await self._starts.last_seq())
+        for engine in self.shards.engines:
+            await engine.start()
         self._bounds = dict.fromkeys((p.id for p in carried.partitions.values()), 0)
         self._applied_ok(diff_filters((), carried.subjects))
         self._own(self._owned)
@@ -192,24 +164,42 @@ class WorkerConsumer:
         if self._updater:
             self._updater.cancel()
             await asyncio.gather(self._updater, return_exceptions=True)
-        await self.engine.stop()
+        for engine in self.shards.engines:
+            await engine.stop()
 
     def summarise(self, writer: str) -> Progress:
         """The positions as of now."""
         lanes, stream = self._ports.lanes, self._starts.stream
+        # Not before the server has been told: until its old messages are known, the floor must not speak for a
+        # partition.
+        covered = self._handled.keys() & self._carried.partitions.keys()
+        floor = lanes.floor
+        # Partitions without a lane have not moved since the record was read.
+        positions = self._starts.record.ahead | dict(lanes.positions())
+        for reached in lanes.carriers:
+            if lanes.floor_of(reached) > floor + _FAR_AHEAD:
+                self._note_ahead(positions, reached, covered)
         return summarise(
             stream=stream.name,
             stream_created=stream.created,
-            floor=lanes.floor,
-            # Not before the server has been told: until its old messages are known, the floor must not speak for a
-            # partition.
-            covered=tuple(sorted(self._handled.keys() & self._carried.partitions.keys())),
-            # Partitions without a lane have not moved since the record was read.
-            positions=(self._starts.record.ahead | dict(lanes.positions())).items(),
+            floor=floor,
+            covered=tuple(sorted(covered)),
+            positions=positions.items(),
             behind=lanes.behind(),
             trying=lanes.trying,
             writer=writer,
         )
+
+    def _note_ahead(self, positions: dict[str, int], reached: Reached, covered: Iterable[str]) -> None:
+        """Say of each partition how far a shard is that is far ahead of the floor, which a slower one holds back.
+
+        Without it nothing would be lost, but after a restart the shard would deliver again all that it has finished.
+        """
+        floor = self._ports.lanes.floor_of(reached)
+        for subject in covered:
+            if self._ports.lanes.reached(subject) is reached:
+                partition_id = self._carried.partitions[subject].id
+                positions[partition_id] = max(positions.get(partition_id, 0), floor)
 
     # ── updates ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -221,7 +211,7 @@ class WorkerConsumer:
         wanted = self._build(keep)
         # Also for an update that is under way: it must not bring back what is let go here.
         self._want(wanted)
-        if not self.overlaps or self._lock.locked():
+        if not self.overlaps or self._lock.locked() or self.shards.changing:
             return False
         ready = self._carried.partitions.keys() if self._feeds else self._taken
         self._own(FilterSet({s: p for s, p in wanted.partitions.items() if s in ready}, 0))
@@ -249,7 +239,7 @@ class WorkerConsumer:
 
     def _want(self, owned: FilterSet) -> None:
         """From now on these are to be owned, with what the newest grants name as incoming."""
-        granted, self._wanted, self._wanted_incoming = self._starts.granted, owned, _NOTHING
+        granted, self._wanted, self._wanted_incoming = self._starts.granted, owned, NOTHING
         if granted and self.overlaps:
             self._wanted_incoming = FilterSet({p.subject: p for p in self._template.partitions(granted.incoming)}, 0)
         wanted = owned.partitions.keys() | self._wanted_incoming.partitions.keys()
@@ -260,7 +250,10 @@ class WorkerConsumer:
         return not same or not diff_filters(self._owned.subjects, self._wanted.subjects).empty
 
     def _build(self, partitions: Iterable[PartitionLike]) -> FilterSet:
-        filters = build_filters(self._template.partitions(partitions), max_subjects=self._settings.max_subjects)
+        s = self._settings
+        filters = build_filters(
+            self._template.partitions(partitions), max_subjects=s.max_subjects, shards=s.consumer_shards
+        )
         stream = self._starts.stream
         for subject in filters.partitions:
             if not within(subject, stream.stored_subjects):
@@ -332,53 +325,65 @@ class WorkerConsumer:
         started = time.monotonic()
         self._last_update_s = started
         async with self._lock:
-            if self._feeds:
-                await self._refilter(owned, carried, diff)
-            else:
-                await self._set_back(owned, carried, diff)
+            try:
+                for vehicle, part in await self.shards.share_out(carried):
+                    await self._apply_to(vehicle, owned, part)
+            finally:
+                self.shards.shared_out()
         self._last_update_s = time.monotonic()
         self._ports.metrics.update_duration.observe(self._last_update_s - started)
         self._applied_ok(diff)
 
-    async def _refilter(self, owned: FilterSet, carried: FilterSet, diff: FilterDiff) -> None:
+    async def _apply_to(self, vehicle: Vehicle, owned: FilterSet, part: FilterSet) -> None:
+        """Bring the part of one consumer into force, or leave its previous one in force and raise."""
+        mine = self.shards.owned_with(vehicle, part, self._owned, owned)
+        diff = diff_filters(vehicle.carried.subjects, part.subjects)
+        if diff.empty and mine.partitions.keys() == self._owned.partitions.keys():
+            return
+        async with vehicle.lock:
+            if self._feeds:
+                await self._refilter(vehicle, mine, part, diff)
+            else:
+                await self._set_back(vehicle, mine, part, diff)
+
+    async def _refilter(self, vehicle: Vehicle, owned: FilterSet, carried: FilterSet, diff: FilterDiff) -> None:
         """Change the filter under standing pulls; what an added partition has already is fed to it."""
-        api, stream = self._ports.api, self._starts.stream.name
-        self._expect(carried)
+        self._expect(self.shards.carried_with(vehicle, carried))
         if not diff.empty:
-            info = await self._find()
-            if info is None:
-                # The pull engine finds out too, and makes it anew.
-                raise NotFound(10014, f"consumer {self._name!r} is gone")
-            subjects = carried.subjects or (self._placeholder(),)
-            config = build_config(self._name, subjects, self._tuning(), existing=info.config)
-            await api.put_consumer(stream, config, action="update")
+            try:
+                await vehicle.refilter(carried)
+            except NotFound:
+                # Pulls would have told the engine too, but where nothing was carried there are none.
+                vehicle.engine.new_session("the consumer is gone")
+                raise
             bound = await self._starts.last_seq() if diff.added else 0
             self._bounds |= {carried.partitions[s].id: bound for s in diff.added}
             await self._starts.begin_with_news([carried.partitions[s] for s in diff.added])
-        wakes = bool(carried.partitions) and not self._carried.partitions
-        self._carried = carried
+        wakes = bool(carried.partitions) and not vehicle.carried.partitions
+        self.shards.carries(vehicle, carried)
         self._own(owned)
         if wakes:
-            self.engine.new_session("has something to read now")
+            vehicle.engine.new_session("has something to read now")
 
-    async def _set_back(self, owned: FilterSet, carried: FilterSet, diff: FilterDiff) -> None:
+    async def _set_back(self, vehicle: Vehicle, owned: FilterSet, carried: FilterSet, diff: FilterDiff) -> None:
         """Change the filter with no pull standing, and begin anew where the lowest unfinished message is."""
-        previous = self._owned
-        self.engine.pause()
+        previous, engine = self._owned, vehicle.engine
+        engine.pause()
         try:
             self._own(owned)
-            self._expect(carried)
+            self._expect(self.shards.carried_with(vehicle, carried))
             taken = frozenset(carried.partitions.keys() - self._leftovers.keys())
             gained = [carried.partitions[s] for s in sorted(taken - self._taken)]
-            pull = await self._settle_on(carried, gained, reason="update")
+            pull = await self._settle_on(vehicle, carried, gained, reason="update")
         except BaseException:
             self._own(previous)
-            self._expect(self._carried)
+            self._expect(self._carried.partitions)
             self._take_back([previous.partitions[s] for s in diff.removed if s in previous.partitions])
-            self.engine.resume(prepared=False, reason="update failed")
+            engine.resume(prepared=False, reason="update failed")
             raise
-        self._carried, self._taken = carried, taken
-        self.engine.resume(prepared=True, pull=pull)
+        self._taken = (self._taken - vehicle.carried.partitions.keys()) | taken
+        self.shards.carries(vehicle, carried)
+        engine.resume(prepared=True, pull=pull)
 
     def _take_back(self, partitions: Iterable[Partition]) -> None:
         """Partitions that were let go for an update that failed: what waited in their lanes must come again."""
@@ -441,7 +446,7 @@ class WorkerConsumer:
         for subject, partition in self._handled.items():
             bound = self._bounds.get(partition.id)
             if subject not in before and bound is not None and not self._each_subject:
-                self._feed(partition, max(bound, lanes.next_seq - 1))
+                self._feed(partition, max(bound, lanes.reached(subject).next_seq - 1))
 
     @property
     def _handled(self) -> dict[str, Partition]:
@@ -457,7 +462,7 @@ class WorkerConsumer:
         if subject not in self._owned.partitions:
             return
         lanes.own(self._handled, self._starts.position)
-        bound = max(self._bounds.get(partition.id, 0), lanes.next_seq - 1)
+        bound = max(self._bounds.get(partition.id, 0), lanes.reached(subject).next_seq - 1)
         lanes.forget_position(partition.id)
         self._starts.begin_at(partition.id, position)
         if position <= bound:
@@ -469,60 +474,45 @@ class WorkerConsumer:
         if position <= bound:
             self._ports.lanes.gain(partition, position, feed_to=bound)
 
-    def _expect(self, carried: FilterSet) -> list[Partition]:
-        """Tell the lanes which partitions to get ready for; returns them."""
+    def _expect(self, carried: Mapping[str, Partition]) -> list[Partition]:
+        """Tell the lanes which of what is carried to get ready for; returns these."""
         kept = self._handled.keys() | self._leftovers.keys()
-        incoming = {s: p for s, p in carried.partitions.items() if s not in kept}
+        incoming = {s: p for s, p in carried.items() if s not in kept}
         self._ports.lanes.expect(incoming)
         return list(incoming.values())
 
-    async def _prepare(self, reason: str) -> bool:
-        """Verify the consumer and put it to the position; the engine calls this before each session."""
-        async with self._lock:
-            return await self._settle_on(self._carried, [], reason=reason)
+    async def _prepare(self, vehicle: Vehicle, reason: str) -> bool:
+        """Verify a consumer and put it to the position; its engine calls this before each session."""
+        async with vehicle.lock:
+            return await self._settle_on(vehicle, vehicle.carried, [], reason=reason)
 
-    async def _settle_on(self, carried: FilterSet, gained: list[Partition], *, reason: str) -> bool:
+    async def _settle_on(self, vehicle: Vehicle, carried: FilterSet, gained: list[Partition], *, reason: str) -> bool:
         """RESET to the lowest unfinished position, then set the filter; False when there is nothing to pull."""
         if not self._ports.entitled():
-            raise LeaseLost(f"the worker id is not held at present; consumer {self._name!r} is left alone")
-        lanes, api, stream = self._ports.lanes, self._ports.api, self._starts.stream.name
-        subjects = carried.subjects or (self._placeholder(),)
-        info = await self._find_unpulled()
+            raise LeaseLost(f"the worker id is not held at present; consumer {vehicle.name!r} is left alone")
+        lanes, stream, reached = self._ports.lanes, vehicle.stream, vehicle.reached
+        subjects = vehicle.filter_of(carried, stream)
+        info, moves = await vehicle.find_unpulled(stream), vehicle.moves_to(stream)
         if info is None:
-            await self._check_stream()
-        elif reason not in {"start", "update"} and info.subjects != tuple(sorted(subjects)):
-            await self._mistrust(info)
+            await self._check_stream(vehicle)
+        elif not moves and reason not in {"start", "update"} and info.subjects not in {subjects, vehicle.told}:
+            await self._mistrust(vehicle, info)
         oldest = await self._gain(gained)
-        target = min(lanes.resume_at, oldest or lanes.resume_at)
+        target = min(lanes.resume_of(reached), oldest or lanes.resume_of(reached))
         if self._ports.durable and not await self._ports.durable():
-            raise RequestTimeout(f"consumer {self._name!r} waits for the ledger, which does not take rows at present")
-        if info is None:
-            if self._existed:
-                self._ports.metrics.recreated.inc()
-                _log.warning("consumer was gone and is made again", consumer=self._name, at=target, reason=reason)
-            config = build_config(self._name, subjects, self._tuning())
-            info = await api.put_consumer(stream, config, action="create")
-            self._existed = True
-        elif not self._retention.keeps and set(info.subjects) - (set(subjects) - self._leftovers.keys()):
-            # A subject is in the filter that is not read here: its messages must not get below the ack floor.
-            target = min(target, info.ack_floor + 1)
-        hold = await self._hold(info, subjects, target)
-        await api.reset_consumer(stream, self._name, target)
-        lanes.cursor = target
-        self._ports.metrics.resets.inc("update" if reason == "update" else "session")
-        config = build_config(self._name, subjects, self._tuning(), existing=info.config)
-        if info.subjects != tuple(sorted(subjects)) or any(info.config.get(k) != v for k, v in config.items()):
-            await api.put_consumer(stream, config, action="update")
-        if hold:
-            self._holds.until(hold, await self._starts.last_seq())
+            raise RequestTimeout(
+                f"consumer {vehicle.name!r} waits for the ledger, which does not take rows at present"
+            )
+        if self._ports.hot and vehicle.on_mirror(stream):
+            target = max(target, await self._ports.hot.entrance(self._starts.stream.created))
+            lanes.begin_at(target, self._brought_by(vehicle), reached)
+        await vehicle.put_at(target, stream, subjects, info, reason=reason, unread=self._leftovers)
         return bool(carried.partitions)
 
-    async def _hold(self, info: ConsumerInfo, subjects: Sequence[str], seq: int) -> str:
-        """Where needed, keep messages of added subjects that the consumer has told the server to need no more."""
-        added = set(subjects) - set(info.subjects)
-        if self._retention.keeps or not self._retention.overlap or not added or seq > info.ack_floor:
-            return ""
-        return await self._holds.take(sorted(added), seq)
+    def _brought_by(self, vehicle: Vehicle) -> list[Partition]:
+        """What is handled of what a consumer carries."""
+        reached = self._ports.lanes.reached
+        return [p for s, p in self._handled.items() if reached(s) is vehicle.reached]
 
     def _keep_leftovers(self, subjects: Iterable[str]) -> None:
         """On an interest stream the server deletes what the last consumer drops, so drop nothing before it is safe.
@@ -536,7 +526,7 @@ class WorkerConsumer:
                 partition = self._template.parse(subject)
             except SubjectMismatch:
                 continue
-            if subject != self._placeholder():
+            if subject not in self.shards.placeholders:
                 self._leftovers[subject] = partition
         # Their messages are let pass from now on: whoever owns them next, be it this worker, goes back for them.
         self._taken -= self._leftovers.keys()
@@ -556,8 +546,8 @@ class WorkerConsumer:
 
     async def tidy_up(self) -> None:
         """Give up holds and partitions of an earlier process that are no longer needed here."""
-        if self._holds.any and (info := await self._find()):
-            await self._holds.release(info)
+        for vehicle in self.shards.vehicles:
+            await vehicle.release_holds()
         ask = self._ports.safe_elsewhere
         if self._leftovers and ask:
             safe = await ask([partition.id for partition in self._leftovers.values()])
@@ -567,11 +557,13 @@ class WorkerConsumer:
                 assert self._settings.worker_id
                 await self.update_worker_consumer(self._settings.worker_id, self._wanted.partitions.values())
 
-    async def _check_stream(self) -> None:
+    async def _check_stream(self, vehicle: Vehicle) -> None:
         """The consumer is gone; if the stream went with it and is another one now, nothing we know holds."""
-        known, lanes = self._starts.stream, self._ports.lanes
-        stream = await self._ports.api.stream_info(known.name)
-        if stream.created == known.created and stream.last_seq + 1 >= lanes.resume_at:
+        lanes = self._ports.lanes
+        stream = await self._ports.api.stream_info(self._starts.stream.name)
+        # Looked up only now: another consumer of ours may have found out in the meantime.
+        same = stream.created == self._starts.stream.created
+        if same and stream.last_seq + 1 >= lanes.resume_of(vehicle.reached):
             return
         _log.warning(
             "the stream was made anew or restored; starting over", stream=stream.name, created=stream.created
@@ -583,77 +575,62 @@ class WorkerConsumer:
         if self._ports.stateful:
             self._ports.stateful.start_over()
             self._own(self._owned)
+        for other in self.shards.vehicles:
+            if other is not vehicle:
+                other.engine.new_session("the stream was made anew")
 
-    async def _mistrust(self, info: ConsumerInfo) -> None:
+    async def _mistrust(self, vehicle: Vehicle, info: ConsumerInfo) -> None:
         """Somebody else changed the filter: messages may have been passed over, so look for them."""
         _log.error("the consumer's filter was changed by somebody else; putting it right", found=info.subjects[:20])
-        lanes = self._ports.lanes
+        reached = vehicle.reached
         if self._each_subject:
-            lanes.next_seq = min(lanes.next_seq, self._starts.record.floor)
+            reached.next_seq = min(reached.next_seq, self._starts.record.floor)
             return
-        if self._bounds:
+        carried = {p.id for p in vehicle.carried.partitions.values()}
+        if self._bounds.keys() & carried:
             bound = await self._starts.last_seq()
-            self._bounds = dict.fromkeys(self._bounds, bound)
-        await self._gain(list(self._owned.partitions.values()))
-
-    async def _find(self) -> ConsumerInfo | None:
-        try:
-            return await self._ports.api.consumer_info(self._starts.stream.name, self._name)
-        except NotFound:
-            return None
-
-    async def _find_unpulled(self) -> ConsumerInfo | None:
-        """The consumer, once no pull of an earlier session stands at the server.
-
-        Such a pull would run the cursor past the messages of an added subject between RESET and the new filter; where
-        finished messages are deleted, these would be too. Raises when somebody else keeps pulling.
-        """
-        info = await self._find()
-        for wait_s in _UNPULLED_WAITS_S:
-            if info is None or not info.waiting or self._retention.keeps:
-                return info
-            await asyncio.sleep(wait_s)
-            info = await self._find()
-        if info and info.waiting:
-            raise ApiError(
-                0,
-                f"{info.waiting} pulls of somebody else stand on consumer {self._name!r}; end the other process, or "
-                f"give it another worker_id",
-            )
-        return info
+            self._bounds |= dict.fromkeys(self._bounds.keys() & carried, bound)
+        await self._gain([p for s, p in self._owned.partitions.items() if self._ports.lanes.reached(s) is reached])
 
     async def _gain(self, partitions: list[Partition]) -> int:
-        """Find messages of these partitions that the consumer has passed: it must go back for them.
+        """Find messages of these partitions that their consumer has passed: it must go back for them.
 
         Returns the sequence of the oldest one, or 0.
         """
-        if not partitions or not self._existed:
-            return 0
         lanes, oldest = self._ports.lanes, 0
-        for partition, seq in zip(partitions, await self._starts.probe(partitions), strict=True):
-            if seq is not None and seq < lanes.next_seq:
+        passed = [p for p in partitions if lanes.reached(p.subject).next_seq > 1]
+        if not passed:
+            return 0
+        for partition, seq in zip(passed, await self._starts.probe(passed), strict=True):
+            if seq is not None and seq < lanes.reached(partition.subject).next_seq:
                 oldest = min(seq, oldest or seq)
                 lanes.gain(partition, max(seq, self._starts.position(partition.id, partition.subject)))
         return oldest
 
-    async def _take_up(self, filters: FilterSet) -> None:
-        """Work out where each partition starts, from the progress record and an existing consumer."""
-        lanes, starts, info = self._ports.lanes, self._starts, await self._find()
-        self._existed = info is not None
+    # ── at the start ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _heed(self, infos: Mapping[int, ConsumerInfo]) -> None:
+        """Take in what the consumers of an earlier run have acknowledged, and what they carry."""
+        starts = self._starts
         # In a fleet, and where there are states to restore, messages are acknowledged that are still to be handled:
         # only a record that speaks for the same subjects shows that this was not so.
-        if info is not None and not (starts.record.fresh and (starts.granted is not None or self._ports.stateful)):
-            starts.raise_by(info)
-        if info is not None:
-            self._keep_leftovers(s for s in info.subjects if s not in self._owned.partitions)
+        if infos and not (starts.record.fresh and (starts.granted is not None or self._ports.stateful)):
+            starts.raise_by(infos.values(), nobodys=self.shards.placeholders)
+        self._keep_leftovers(s for info in infos.values() for s in info.subjects if s not in self._owned.partitions)
+
+    async def _take_up(self, filters: FilterSet) -> None:
+        """Work out where each partition starts, from the progress record and existing consumers."""
+        lanes, starts = self._ports.lanes, self._starts
         record = starts.record
         if starts.granted is not None or self._ports.stateful:
             await self._take_up_granted(filters)
             return
         if record.fresh:
-            lanes.next_seq = starts.stream.last_seq + 1 if self._settings.start == "new" else 1
+            self._reach(starts.stream.last_seq + 1 if self._settings.start == "new" else 1)
             return
-        lanes.next_seq = record.floor
+        self._reach(record.floor)
+        if not self.shards.alone:
+            self._reach_by_record()
         self._remember(filters)
         for partition in starts.parked(filters) if self._feeds else ():
             self._feed(partition, starts.stream.last_seq)
@@ -661,43 +638,40 @@ class WorkerConsumer:
         if self._each_subject and uncovered:
             # A list of partitions became "every subject": what was not listed starts at its first message.
             first = await starts.first_unfinished(uncovered[0])
-            lanes.next_seq = min(record.floor, first or record.floor)
+            self._reach(min(record.floor, first or record.floor))
             return
-        await self._gain(uncovered)
+        # Those that were behind are not spoken for by the floor either; from the stream they are fed already.
+        behind = [p for p in filters.partitions.values() if p.id in record.behind and not lanes.has(p.id)]
+        await self._gain(list(dict.fromkeys([*uncovered, *behind])))
 
     async def _take_up_granted(self, filters: FilterSet) -> None:
         """Others may have had these partitions since the record was written: look where each of them stands."""
         lanes, starts = self._ports.lanes, self._starts
         last_seq = await starts.last_seq()
-        lanes.next_seq = last_seq + 1
+        self._reach(last_seq + 1)
         self._remember(filters)
         for partition in starts.parked(filters) if self._feeds else ():
             self._feed(partition, last_seq)
         others = [p for p in filters.partitions.values() if not lanes.has(p.id)]
-        firsts = await starts.probe(others)
-        lanes.next_seq = min([lanes.next_seq, *(seq for seq in firsts if seq is not None)])
+        for partition, seq in zip(others, await starts.probe(others), strict=True):
+            reached = lanes.reached(partition.subject)
+            reached.next_seq = min(reached.next_seq, seq or reached.next_seq)
+
+    def _reach(self, seq: int) -> None:
+        """All consumers have delivered what lies below."""
+        for reached in (self._ports.lanes, *(vehicle.reached for vehicle in self.shards.vehicles)):
+            reached.next_seq = seq
+
+    def _reach_by_record(self) -> None:
+        """Each shard goes on at the lowest position of its own partitions: the floor is that of the slowest shard."""
+        record, end = self._starts.record, self._starts.stream.last_seq + 1
+        for vehicle in self.shards.vehicles:
+            carried = vehicle.carried.partitions.items()
+            known = (record.position(p.id, s) for s, p in carried if record.covers(s) and p.id not in record.behind)
+            vehicle.reached.next_seq = min(known, default=end)
 
     def _remember(self, filters: FilterSet) -> None:
         """Keep the positions of partitions that an earlier run had released, parked or owned."""
         lanes, record = self._ports.lanes, self._starts.record
         lanes.restore(record.behind)
         lanes.restore({p.id: record.position(p.id, p.subject) for p in self._starts.no_longer_owned(filters)})
-
-    def _placeholder(self) -> str:
-        """A subject inside the stream that nobody publishes: an empty filter would mean every subject."""
-        keys = dict.fromkeys(self._template.keys, f"_none_{self._name}")
-        return self._template.partition(keys).subject
-
-    def _tuning(self) -> ConsumerTuning:
-        s = self._settings
-        return ConsumerTuning(s.ack_wait_s, s.max_ack_pending, s.max_waiting, s.inactive_threshold_s)
-
-
-def _pull_tuning(settings: Settings) -> PullTuning:
-    return PullTuning(
-        batch=settings.pull_batch,
-        max_bytes=settings.pull_max_bytes,
-        expires_s=settings.pull_expires_s,
-        heartbeat_s=settings.pull_heartbeat_s,
-        limit=max(1, int(settings.backpressure * settings.max_ack_pending)),
-    )

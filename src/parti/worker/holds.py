@@ -10,7 +10,7 @@ when everything up to the end of the stream at that time has been acknowledged.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -24,12 +24,15 @@ _log = structlog.get_logger("parti.holds")
 class Holds:
     """The holds of one worker's consumer."""
 
-    def __init__(self, api: JetStreamApi, stream: str, consumer: str, *, keep_s: float) -> None:
+    def __init__(
+        self, api: JetStreamApi, stream: str, consumer: str, *, keep_s: float, metadata: Mapping[str, str]
+    ) -> None:
         """`keep_s`: a hold whose worker never comes back is removed by the server after so long."""
         self._api = api
         self._stream = stream
         self._consumer = consumer
         self._keep_s = keep_s
+        self._metadata = dict(metadata)
         self._until: dict[str, int] = {}
 
     @property
@@ -56,6 +59,7 @@ class Holds:
             "filter_subjects": sorted(subjects),
             "inactive_threshold": int(self._keep_s * NANOSECONDS),
             "num_replicas": 0,
+            **({"metadata": self._metadata} if self._metadata else {}),
         }
         self._until[name] = 0
         await self._api.put_consumer(self._stream, config, action="create")

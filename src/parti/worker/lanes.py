@@ -10,13 +10,14 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import structlog
 
 from parti.core.lane import Lane, Phase, Verdict
+from parti.core.loads import Effort
 from parti.core.retry import GiveUp, HandlerTimeout, RetryPolicy, TryAgain, after_failure, describe
 from parti.errors import SubjectMismatch
 from parti.model.message import Message, Ownership
@@ -41,13 +42,23 @@ class DeadLetters(Protocol):
         """Return only when the message is stored; keep trying until then."""
 
 
+class Reached(Protocol):
+    """How far a consumer has got. A worker's only consumer has it in its lanes, several have it each for itself."""
+
+    next_seq: int
+    """One past the highest sequence that was ever delivered."""
+    cursor: int
+    """One past the last sequence that was delivered in this session."""
+
+
 class Lanes:
     """All lanes of a worker.
 
-    With `each_subject`, every subject that fits the template is a partition of its own, found as it arrives.
+    With `each_subject`, every subject that fits the template is a partition of its own, found as it arrives. With
+    `measures`, what handlers take is counted for each partition.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - a list of what there is
         self,
         *,
         template: Template,
@@ -58,15 +69,19 @@ class Lanes:
         dead_letters: DeadLetters,
         metrics: Metrics,
         each_subject: bool = False,
+        measures: bool = False,
     ) -> None:
         self.ready: deque[Lane] = deque()
         self.held = 0
         """Messages that the server counts as delivered to us and not acknowledged."""
         self.finished = 0
         self.next_seq = 1
-        """One past the highest sequence that was ever delivered."""
+        """One past the highest sequence that was ever delivered, by whichever consumer."""
         self.cursor = 1
         """One past the last sequence that was delivered in this session."""
+        self.carriers: tuple[Reached, ...] = ()
+        """With several consumers: those that carry something. What each has delivered says nothing of the others."""
+        self._carrier_of: Mapping[str, Reached] = {}
         self.draining = False
         self.permitted_until_s = float("inf")
         """Handlers may be started until this moment of `time.perf_counter`: the worker's lease ends then."""
@@ -96,11 +111,15 @@ class Lanes:
         self._ack: Callable[[bytes], None] = acks.ack
         self._dead_letters = dead_letters
         self._metrics = metrics
-        self._each_subject = each_subject
+        self._each_subject, self._measures = each_subject, measures
         self._partitions: dict[str, Partition] = {}
         self._position_of: Callable[[str, str], int] = lambda partition_id, subject: 0
         self._lanes: dict[str, Lane] = {}
         self._by_subject: dict[bytes, tuple[Lane, str]] = {}
+        # Subjects that arrive and are nobody's business here: others', or those to get ready for.
+        self._strangers: set[bytes] = set()
+        # What was owned here once: the stored record may still speak for it.
+        self._let_go_subjects: set[str] = set()
         self._released: dict[str, int] = {}
         # Lanes that were forgotten had finished everything below this.
         self._evicted_below = 0
@@ -129,6 +148,8 @@ class Lanes:
             self._release(partition)
         if gone:
             self._by_subject.clear()  # only a short cut: the next delivery finds its lane again
+        self._let_go_subjects = (self._let_go_subjects | {p.subject for p in gone}) - partitions.keys()
+        self._strangers.clear()
         self._partitions = dict(partitions)
         self._position_of = position_of
         for subject in self._incoming.keys() & partitions.keys():
@@ -150,16 +171,36 @@ class Lanes:
                 del self._lanes[lane.ownership.partition.id]
                 self._abandon(lane)
         self._incoming = dict(incoming)
+        self._let_go_subjects -= incoming.keys()
         self._by_subject.clear()
+        self._strangers.clear()
 
     def gain(self, partition: Partition, position: int, *, feed_to: int = 0) -> None:
         """Take up a partition whose unfinished messages lie below what has been delivered already."""
         lane = self._lanes.get(partition.id) or self._open(partition, position)
-        lane.start_behind(self.next_seq, feed_to)
+        reached = self.reached(partition.subject)
+        lane.start_behind(reached.next_seq, feed_to)
         # At once, not only when the server has been told: until then nobody may think that it has caught up.
-        self.cursor = min(self.cursor, position)
+        reached.cursor = min(reached.cursor, position)
         if feed_to:
             self.on_starved(lane)
+
+    def begin_at(self, start: int, partitions: Iterable[Partition], reached: Reached | None = None) -> None:
+        """The next session (of one consumer) begins at `start` and may count on nothing below: feed what it lacks.
+
+        A lane that has fallen behind is read from the stream although the session could bring its messages: nobody
+        but its position knows that they are needed.
+        """
+        reached = reached or self
+        floor = self.floor_of(reached)  # by what was delivered, not by what is about to be skipped
+        reached.next_seq = max(reached.next_seq, start)
+        for partition in partitions:
+            lane = self._lanes.get(partition.id)
+            known = self._position_of(partition.id, partition.subject)
+            behind = lane is not None and lane.behind
+            position = known if behind else max(known, floor)
+            if (behind and not (lane and lane.parked)) or position < start:
+                self.gain(partition, position, feed_to=reached.next_seq - 1)
 
     def _open(self, partition: Partition, position: int) -> Lane:
         """Give a partition its lane; one whose last handler still runs goes on with the same."""
@@ -168,6 +209,7 @@ class Lanes:
         lane = self._leaving.pop(partition.id, None)
         if lane is None:
             lane = Lane(self._ownership(partition), position)
+            lane.effort = Effort() if self._measures else None
             lane.incoming = partition.subject in self._incoming
             if lane.incoming:
                 lane.phase = Phase.HELD
@@ -273,7 +315,8 @@ class Lanes:
         self._foreign.clear()
         self.trying.clear()
         self.held = self._evicted_below = 0
-        self.next_seq = self.cursor = 1
+        for reached in (self, *self.carriers):
+            reached.next_seq = reached.cursor = 1
 
     def restore(self, released: dict[str, int]) -> None:
         """Remember positions of partitions that an earlier run had released or parked."""
@@ -289,7 +332,7 @@ class Lanes:
 
     def catch_up(self) -> None:
         """Let the floor speak again for lanes that have nothing left below it."""
-        done = [lane for lane in self._lanes.values() if lane.behind and lane.caught_up(self.cursor)]
+        done = [lane for lane in self._lanes.values() if lane.behind and lane.caught_up(self._reached(lane).cursor)]
         for lane in done:
             lane.behind = False
             _log.debug("partition has caught up", partition=lane.ownership.partition.id, position=lane.position)
@@ -339,20 +382,52 @@ class Lanes:
         for reply in foreign:
             self._ack(reply)
 
+    def carry(self, carrier_of: Mapping[str, Reached]) -> None:
+        """Say which of several consumers carries a subject; one alone needs no saying."""
+        self._carrier_of = carrier_of
+        self.carriers = tuple(dict.fromkeys(carrier_of.values()))
+
+    def reached(self, subject: str) -> Reached:
+        """How far the consumer has got that brings a partition."""
+        return self._carrier_of.get(subject, self)
+
+    def _reached(self, lane: Lane) -> Reached:
+        return self.reached(lane.ownership.partition.subject)
+
     @property
     def floor(self) -> int:
-        """Every message of an owned partition that is not `behind` is finished below this sequence."""
+        """Every message of an owned partition that is not `behind` is finished below this sequence.
+
+        With several consumers, a slow one has undelivered messages below what a fast one has delivered: the floor is
+        never above the lowest of them.
+        """
+        return min([self._lowest(self._lanes.values(), self.next_seq), *(r.next_seq for r in self.carriers)])
+
+    def floor_of(self, reached: Reached) -> int:
+        """The floor of what one consumer brings."""
+        return self._lowest(self._brought_by(reached), reached.next_seq)
+
+    def _lowest(self, lanes: Iterable[Lane], default: int) -> int:
         keeping = self._keeping
-        floors = (
-            lane.floor for lane in self._lanes.values() if lane.waiting and (not lane.behind or lane in keeping)
-        )
-        return min((f for f in floors if f is not None), default=self.next_seq)
+        floors = (lane.floor for lane in lanes if lane.waiting and (not lane.behind or lane in keeping))
+        return min((f for f in floors if f is not None), default=default)
+
+    def _brought_by(self, reached: Reached) -> Iterable[Lane]:
+        lanes = self._lanes.values()
+        return [lane for lane in lanes if self._reached(lane) is reached] if self.carriers else lanes
 
     @property
     def resume_at(self) -> int:
-        """The lowest sequence that has to be delivered (again) in a new session."""
-        behind = [lane.position for lane in self._lanes.values() if lane.behind and not lane.parked]
-        return max(1, min([self.floor, *behind]))
+        """The lowest sequence that has to be delivered (again), by whichever consumer."""
+        return self._resume(self._lanes.values(), self.floor)
+
+    def resume_of(self, reached: Reached) -> int:
+        """The lowest sequence that one consumer has to deliver (again) in a new session."""
+        return self._resume(self._brought_by(reached), self.floor_of(reached))
+
+    def _resume(self, lanes: Iterable[Lane], floor: int) -> int:
+        behind = [lane.position for lane in lanes if lane.behind and not lane.parked]
+        return max(1, min([floor, *behind]))
 
     def positions(self) -> Iterator[tuple[str, int]]:
         """Partition id and position of every lane."""
@@ -372,7 +447,7 @@ class Lanes:
 
     def deliver(self, subject: bytes, reply: bytes, header: bytes | None, payload: bytes, seq: int) -> None:
         """Take in one delivery (the pull engine calls this for each message)."""
-        entry = self._by_subject.get(subject) or self._route(subject)
+        entry = self._by_subject.get(subject) or (None if subject in self._strangers else self._route(subject))
         self.cursor = seq + 1
         if seq >= self.next_seq:
             self.next_seq = seq + 1
@@ -400,7 +475,7 @@ class Lanes:
         """Deal with a delivery that somebody else handles, or is going to."""
         if not self.lets_go:
             return
-        if subject.decode("utf-8", "replace") in self._incoming:
+        if subject in self._strangers:
             # No record speaks for it, so nobody takes the acknowledgement for a position.
             self._ack(reply)
         else:
@@ -450,6 +525,8 @@ class Lanes:
         if partition is None:
             owner = next((p for s, p in self._partitions.items() if covers(s, name)), None)
             if owner is None:
+                if name not in self._let_go_subjects:
+                    self._strangers.add(subject)
                 return None
             partition = owner
             if self._each_subject:
@@ -580,6 +657,8 @@ class Lanes:
     def failed(self, lane: Lane, error: BaseException, elapsed_s: float, message: Message | None = None) -> None:
         """The handler of a message (the head, if none is named) raised."""
         self.observe_latency(elapsed_s)
+        if lane.effort:
+            lane.effort.seconds += elapsed_s
         message = message or lane.waiting[0]
         if lane.phase is Phase.CLOSED:
             _log.warning(
@@ -656,6 +735,15 @@ class Lanes:
             running_s=round(running_s, 1),
             **log_fields(lane.waiting[0]),
         )
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Ids of the partitions that are owned, those without a lane included."""
+        return tuple(partition.id for partition in self._partitions.values())
+
+    def queued(self) -> Mapping[str, int]:
+        """How many messages are in hand, by partition."""
+        return {partition_id: len(lane.waiting) for partition_id, lane in self._lanes.items()}
 
     @property
     def running(self) -> int:

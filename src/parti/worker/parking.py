@@ -1,10 +1,11 @@
 """Parking and feeding: lanes that read their messages from the stream itself.
 
-A partition that does not move must not take the room of the others: its unacknowledged messages would fill
-MaxAckPending until nothing else is delivered. So its lane is parked: the position is stored first, then what waits
-behind the head is acknowledged and let go, and when the head is done at last the lane is fed from the stream, in
-order, until it has caught up. A partition that was gained with a backlog begins like that. However long the backlog,
-a lane holds one page of it. Only on streams with limits retention: elsewhere an acknowledgement deletes.
+A partition that does not move, or gets more than its handler can do, must not take the room of the others: its
+unacknowledged messages would fill MaxAckPending until nothing else is delivered. So its lane is parked: the position
+is stored first, then what waits behind the head is acknowledged and let go, and when the head is done at last the
+lane is fed from the stream, in order, until it has caught up. A partition that was gained with a backlog begins like
+that. However long the backlog, a lane holds one page of it. Only on streams with limits retention: elsewhere an
+acknowledgement deletes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from parti.core.lane import Lane, Phase, lanes_to_park
+from parti.core.lane import Lane, Phase, hogs_among, lanes_to_park
 from parti.errors import PartiError
 from parti.jetstream.backlog import BacklogReader
 from parti.model.message import Message, StoredMessage
@@ -59,6 +60,7 @@ class Parking:
         self._limit = limit
         self._turns = asyncio.Semaphore(_READS_AT_ONCE)
         self._feeding: dict[Lane, asyncio.Task[None]] = {}
+        self._hogs: set[Lane] = set()
         lanes.on_starved = self._feed_soon
 
     async def run(self) -> None:
@@ -69,10 +71,18 @@ class Parking:
                 if self._lanes.held * 2 >= self._limit:
                     chosen = lanes_to_park(self._stuck(), held=self._lanes.held, limit=self._limit)
                     if chosen:
-                        await self._park(chosen)
+                        await self._park(chosen, "does not move")
+                await self._park_hogs()
         finally:
             for task in self._feeding.values():
                 task.cancel()
+
+    async def _park_hogs(self) -> None:
+        """Park what has taken the room of others at two looks in a row: a burst is nothing to worry about."""
+        hogs = hogs_among(self._lanes.all(), held=self._lanes.held, limit=self._limit)
+        lasting, self._hogs = [lane for lane in hogs if lane in self._hogs], set(hogs)
+        if lasting:
+            await self._park(lasting, "gets more than its handler can do")
 
     def _stuck(self) -> list[Lane]:
         """Lanes whose head has been with its handler, or waiting for its next attempt, for far too long.
@@ -90,14 +100,14 @@ class Parking:
             and now - lane.started_s > patience_s
         ]
 
-    async def _park(self, stuck: list[Lane]) -> None:
+    async def _park(self, stuck: list[Lane], why: str) -> None:
         """Let go of what waits in these lanes, once their positions are stored."""
         let_go: list[tuple[Lane, list[Message]]] = []
         for lane in stuck:
             let_go.append((lane, self._lanes.park(lane)))
             self._metrics.parked.inc()
             _log.warning(
-                "partition does not move and is parked; it will be read from the stream again",
+                f"partition {why} and is parked; it will be read from the stream again",
                 partition=lane.ownership.partition.id,
                 position=lane.position,
             )

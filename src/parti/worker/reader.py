@@ -11,6 +11,7 @@ from typing import Any, cast
 import structlog
 
 from parti.config import Settings
+from parti.core.hot_mirror import OFF, mirror_name, why_not
 from parti.core.lease import NEVER_S
 from parti.core.retry import RetryPolicy
 from parti.errors import PartiError
@@ -26,10 +27,12 @@ from parti.telemetry.metrics import Metrics
 from parti.telemetry.tasks import watched
 from parti.worker.acks import AckWriter
 from parti.worker.caution import Caution
-from parti.worker.consumer import ConsumerPorts, WorkerConsumer
+from parti.worker.consumer import WorkerConsumer
 from parti.worker.deadletters import DeadLetterStream
+from parti.worker.hot_mirror import HotMirror, Reading
 from parti.worker.lanes import Lanes
 from parti.worker.ledger import Ledger
+from parti.worker.loads import LoadMeter
 from parti.worker.parking import Parking
 from parti.worker.progress import ProgressKeeper, ProgressStore
 from parti.worker.recording import RecordingLanes, RecordingUnorderedLanes
@@ -38,6 +41,8 @@ from parti.worker.starts import Granted
 from parti.worker.state import StatefulHandler, StateKeeper
 from parti.worker.stateful import StatefulPartitions
 from parti.worker.unordered import UnorderedLanes
+from parti.worker.vehicle import ConsumerPorts
+from parti.worker.widening import Narrow, Widening
 
 _log = structlog.get_logger("parti.reader")
 
@@ -60,6 +65,8 @@ class ReaderPorts:
     health: Health
     states: StateStore | None = None
     """Where the state of a stateful handler is kept."""
+    measures: bool = False
+    """The fleet shares by measured load: count what handlers take."""
 
 
 class Reader:
@@ -91,14 +98,25 @@ class Reader:
         self._progress = ProgressKeeper(
             store, settings.worker_id, ports.metrics, ports.health, incarnation=incarnation
         )
+        self._store = store
         self._upkeep: list[asyncio.Task[None]] = []
         self._consumer: WorkerConsumer | None = None
+        self._hot: HotMirror | None = None
         self._backlog: BacklogReader | None = None
         self._counted = (0, time.perf_counter())
         self._rate = 0.0
         self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
         self._ledger = self._make_ledger()
         self._lanes = self._make_lanes()
+        self._meter: LoadMeter | None = None
+        if ports.measures:
+            self._meter = LoadMeter(
+                self._lanes,
+                store,
+                settings.worker_id,
+                incarnation=incarnation,
+                window_s=settings.load_window_s,
+            )
         self._caution = Caution(self._lanes, self.store_progress, limit=settings.crash_limit)
         self._stateful: StatefulPartitions | None = None
         if ports.states and pointers:
@@ -145,6 +163,7 @@ class Reader:
             "dead_letters": ports.dead_letters,
             "metrics": ports.metrics,
             "each_subject": self._each_subject,
+            "measures": ports.measures,
         }
         if self._ledger:
             return (RecordingLanes if settings.ordered else RecordingUnorderedLanes)(ledger=self._ledger, **options)
@@ -168,7 +187,7 @@ class Reader:
     @property
     def pulling(self) -> bool:
         """Whether pulls are answered."""
-        return self._consumer is not None and self._consumer.engine.healthy
+        return self._consumer is not None and self._consumer.shards.healthy
 
     @property
     def started(self) -> bool:
@@ -182,6 +201,7 @@ class Reader:
         ports, settings = self._ports, self.settings
         stream = await ports.api.stream_info(ports.stream.name)
         progress = await self._progress.load(stream)
+        self._hot = self._make_hot(stream)
         consumer = WorkerConsumer(
             ConsumerPorts(
                 ports.api,
@@ -195,6 +215,7 @@ class Reader:
                 self._safe_elsewhere,
                 self._stateful,
                 self._ledger.durable if self._ledger else None,
+                self._hot,
             ),
             settings,
             ports.template,
@@ -226,6 +247,59 @@ class Reader:
         ]
         if self._stateful:
             self._upkeep.append(watched(self._stateful.run(), "checkpoints", ports.health))
+        if self._meter:
+            self._upkeep.append(watched(self._meter.run(), "loads", ports.health))
+        if self._hot:
+            self._hot.serve(self._reading(consumer))
+            self._upkeep.append(watched(self._hot.run(), "hot-mirror", ports.health))
+        narrow = settings.ordered and stream.retention == "limits" and stream.storage == "file"
+        # Not with shards: of several consumers with a wide filter, each would bring what the others bring too.
+        if narrow and not self._each_subject and consumer.shards.alone:
+            widening = Widening(ports.api, self._narrow(consumer), ports.metrics)
+            self._upkeep.append(watched(widening.run(), "widening", ports.health))
+
+    def _narrow(self, consumer: WorkerConsumer) -> Narrow:
+        lanes, hot = self._lanes, self._hot
+        return Narrow(
+            stream=self._ports.stream.name,
+            consumer=consumer.name,
+            subjects=lambda: consumer.subjects,
+            reached=lambda: lanes.cursor,
+            widen=consumer.shards.widen,
+            mirrored=lambda: hot is not None and hot.inside,
+            may_mirror=lambda: hot is not None and not hot.refused,
+        )
+
+    def _make_hot(self, stream: StreamInfo) -> HotMirror | None:
+        """A mirror where one may be used; `hot_mirror=on` where none may be was refused before."""
+        settings, ports = self.settings, self._ports
+        refused = why_not(stream.retention, stream.storage, ordered=settings.ordered, one_filter=self._each_subject)
+        if settings.hot_mirror == OFF or refused:
+            return None
+        name = mirror_name(settings.prefix, stream.name, "" if settings.fleet else self.worker_id)
+        return HotMirror(ports.api, self._store_now, settings, name, ports.metrics, ports.health)
+
+    def _reading(self, consumer: WorkerConsumer) -> Reading:
+        lanes = self._lanes
+
+        def silence(silent: bool) -> None:
+            self._acks.silent = silent
+
+        return Reading(
+            stream=self._ports.stream.name,
+            consumers=lambda: consumer.shards.names,
+            reached=lambda: consumer.shards.cursor,
+            floor=lambda: lanes.floor,
+            filters=lambda: consumer.shards.filters,
+            lowest=lambda: lanes.resume_at,
+            store=self.store_progress,
+            begin_anew=consumer.shards.new_session,
+            silence=silence,
+        )
+
+    def _store_now(self) -> ProgressStore:
+        """Where records are kept under the present lease."""
+        return self._store
 
     async def update(self, partitions: Iterable[PartitionLike], granted: Granted | None = None) -> None:
         """Read exactly these partitions; see `WorkerConsumer.update_worker_consumer`."""
@@ -275,13 +349,16 @@ class Reader:
         """
         self._lanes.permit(until_s)
         if self._consumer and until_s == NEVER_S:
-            self._consumer.engine.suspend()
+            self._consumer.shards.suspend()
         elif self._consumer:
-            self._consumer.engine.unsuspend("allowed to act again")
+            self._consumer.shards.unsuspend("allowed to act again")
 
     async def continues(self, store: ProgressStore, incarnation: int, entitled: Callable[[], bool]) -> bool:
         """Go on under a new lease of the same id; False when somebody else has used the id in between."""
         self.entitled = entitled
+        self._store = store
+        if self._meter:
+            self._meter.continues(store, incarnation)
         return await self._progress.continues(store, incarnation)
 
     @property
@@ -333,6 +410,8 @@ class Reader:
             if self._ledger:
                 await self._ledger.durable(self.settings.drain_timeout_s)
             clean = await self.store_progress() and clean
+        if self._hot:
+            await self._hot.leave()
         if self._ledger:
             # Last of all: a chain that is closed says that nothing of it is handled again.
             await self._ledger.close(closed=store and drain and clean)
@@ -376,18 +455,18 @@ class Reader:
 
     def _refill(self) -> None:
         if self._consumer:
-            self._consumer.engine.refill()
+            self._consumer.shards.refill()
 
     def _connect_probes(self, consumer: WorkerConsumer) -> None:
-        lanes, engine, probe = self._lanes, consumer.engine, self._ports.metrics.set_probe
+        lanes, shards, probe = self._lanes, consumer.shards, self._ports.metrics.set_probe
         probes: Mapping[str, Callable[[], float]] = {
             "parti_consumer_inflight": lambda: lanes.held,
             "parti_lane_depth": lambda: max(0, lanes.held - lanes.running),
             "parti_lane_count": lambda: lanes.count,
             "parti_handler_running": lambda: lanes.running,
-            "parti_pull_healthy": lambda: float(engine.healthy),
-            "parti_pull_batch_size": lambda: engine.batch,
-            "parti_pull_credit": lambda: engine.credit,
+            "parti_pull_healthy": lambda: float(shards.healthy),
+            "parti_pull_batch_size": lambda: max(engine.batch for engine in shards.engines),
+            "parti_pull_credit": lambda: sum(engine.credit for engine in shards.engines),
         }
         for name, function in probes.items():
             probe(name, function)

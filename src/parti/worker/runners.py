@@ -156,6 +156,10 @@ class AsyncRunners:
                     error = self._after_timeout(runner, error)
                 if error is None:
                     observe(elapsed)
+                    effort = lane.effort
+                    if effort is not None:
+                        effort.seconds += elapsed
+                        effort.calls += 1
                     settle(lane)
                 else:
                     lanes.failed(lane, error, elapsed)
@@ -328,6 +332,9 @@ class ThreadRunners:
                 lanes.failed(lane, error, finished_s - started_s, message)
             else:
                 lanes.observe_latency(finished_s - started_s)
+                if lane.effort:
+                    lane.effort.seconds += finished_s - started_s
+                    lane.effort.calls += 1
                 lanes.settle(lane, not last, message, started_s, finished_s)
         if self._drained and not self._busy() and not self._drained.done():
             self._drained.set_result(None)

@@ -7,7 +7,7 @@ and from the progress record that an earlier run has left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -76,9 +76,15 @@ class Starts:
         """The partition begins where its state was saved, whatever else is known."""
         self._states[partition_id] = position
 
-    def raise_by(self, info: ConsumerInfo) -> None:
-        """Take in what an existing consumer has acknowledged."""
-        self.record = self.record.raised(info.subjects, info.ack_floor)
+    def raise_by(self, infos: Collection[ConsumerInfo], nobodys: Collection[str] = ()) -> None:
+        """Take in what existing consumers have acknowledged: of several, what all of them have.
+
+        `nobodys` are subjects of those that carry nothing.
+        """
+        if len(infos) > 1:
+            infos = [info for info in infos if not set(info.subjects) <= set(nobodys)] or infos
+        subjects = sorted({subject for info in infos for subject in info.subjects})
+        self.record = self.record.raised(tuple(subjects), min(info.ack_floor for info in infos))
 
     def start_over(self, stream: StreamInfo) -> None:
         """The stream was made anew: nothing that is known holds."""

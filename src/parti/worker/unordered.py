@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from parti.core.lane import Lane, Phase, Verdict
 from parti.core.retry import TryAgain
 from parti.core.scatter import Scatter
 from parti.model.message import Message, Ownership
-from parti.worker.lanes import Lanes
+from parti.worker.lanes import Lanes, Reached
 
 
 class UnorderedLanes(Lanes):
@@ -28,7 +30,15 @@ class UnorderedLanes(Lanes):
     @property
     def floor(self) -> int:
         """Every message of an owned partition below this sequence is finished."""
-        return self._scatter.floor(self.next_seq)
+        return self._scatter.floor(min([r.next_seq for r in self.carriers] or [self.next_seq]))
+
+    def floor_of(self, reached: Reached) -> int:
+        """The floor of what one consumer brings."""
+        if not self.carriers:
+            return self.floor
+        mine = [seq for seq, lane in self._in_hand.items() if self._reached(lane) is reached]
+        owed = [seq for seq, own in self._owed.items() if self.reached(own.partition.subject) is reached]
+        return min([*mine, *owed], default=reached.next_seq)
 
     def deliver(self, subject: bytes, reply: bytes, header: bytes | None, payload: bytes, seq: int) -> None:
         """Take in one delivery."""
@@ -51,6 +61,7 @@ class UnorderedLanes(Lanes):
         self.held += 1
         self._owed.pop(seq, None)
         lane = self._in_hand[seq] = Lane(partition_lane.ownership)
+        lane.effort = partition_lane.effort
         lane.waiting.append(message)
         lane.phase = Phase.READY
         self.ready.append(lane)
@@ -87,7 +98,8 @@ class UnorderedLanes(Lanes):
         mine = {seq: own for seq, own in self._in_hand.items() if own.ownership is lane.ownership}
         owed = [seq for seq, ownership in self._owed.items() if ownership is lane.ownership]
         # A lane that is still behind has only seen what was delivered in this session.
-        seen = self.cursor if lane.behind else self.next_seq
+        reached = self._reached(lane)
+        seen = reached.cursor if lane.behind else reached.next_seq
         self._released[lane.ownership.partition.id] = min([*mine, *owed, max(lane.position, seen)])
         for seq, own in mine.items():
             with self.lock:
@@ -149,6 +161,10 @@ class UnorderedLanes(Lanes):
             for message in lane.waiting:
                 if message.received_s <= limit:
                     self._acks.in_progress(message.reply)
+
+    def queued(self) -> Mapping[str, int]:
+        """How many messages are in hand, by partition."""
+        return Counter(lane.ownership.partition.id for lane in self._in_hand.values())
 
     def running_lanes(self) -> list[Lane]:
         """Messages that are with a runner."""

@@ -1,0 +1,241 @@
+"""A worker's use of the hot mirror: when its consumer moves there, where it may begin, and when it comes back.
+
+The consumer asks `inside` where it is to be and `entrance` where it may begin; the loop in `run` looks at stream and
+mirror, lets `parti.core.hot_mirror.Chooser` decide, and has a new session begun. Changing over is nothing but that:
+sequences are the same on both, and positions say what is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from parti.config import Settings
+from parti.core.hot_mirror import Advice, Bounds, Chooser, Look, MirrorState, Move, mirror_config, safe_start
+from parti.errors import ApiError, NotFound, PartiError, RequestTimeout
+from parti.jetstream.api import JetStreamApi
+from parti.jetstream.mirror import Mirror
+from parti.model.fleet import MirrorRecord, decode
+from parti.telemetry.health import Health
+from parti.telemetry.metrics import Metrics
+from parti.worker.progress import ProgressStore
+
+_log = structlog.get_logger("parti.mirror")
+
+KEY = "mirror"
+_LOOK_S, _LOOK_INSIDE_S = 1.0, 0.5
+_AFTER_REFUSAL_S = 30.0
+_SIGNAL = "hot-mirror"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the mirror needs of whoever reads."""
+
+    stream: str
+    consumers: Callable[[], Sequence[str]]
+    """Names of the consumers: one, or the shards of the worker. All of them are on the mirror, or none."""
+    reached: Callable[[], int]
+    """One past the last message that was delivered."""
+    floor: Callable[[], int]
+    filters: Callable[[], int]
+    lowest: Callable[[], int]
+    """The lowest sequence that a new session would have to bring."""
+    store: Callable[[], Awaitable[bool]]
+    """Stores the positions."""
+    begin_anew: Callable[[str], None]
+    silence: Callable[[bool], None]
+    """Sends no acknowledgements from now on, or sends them again."""
+
+
+class HotMirror:
+    """Keeps one worker where it reads best; `run` until cancelled, then `leave`.
+
+    What goes wrong costs speed, never a message: the worker reads the stream itself meanwhile.
+    """
+
+    def __init__(
+        self,
+        api: JetStreamApi,
+        store: Callable[[], ProgressStore],
+        settings: Settings,
+        name: str,
+        metrics: Metrics,
+        health: Health,
+    ) -> None:
+        self.inside = False
+        """The consumer is to be on the mirror."""
+        self.name = name
+        self._api = api
+        self._store = store
+        self._mirror = Mirror(api, name)
+        self._settings = settings
+        self._bounds = Bounds(settings.hot_mirror_max_bytes, settings.hot_mirror_max_age_s)
+        self._chooser = Chooser(settings.hot_mirror, self._bounds)
+        self._metrics = metrics
+        self._health = health
+        self._reading: Reading | None = None
+        self._created = ""
+        self._refused_until_s = 0.0
+
+    @property
+    def refused(self) -> bool:
+        """The server has refused to make it, not long ago."""
+        return time.monotonic() < self._refused_until_s
+
+    def serve(self, reading: Reading) -> None:
+        """Say whose mirror it is, before `run` and `entrance`."""
+        self._reading = reading
+
+    async def entrance(self, created: str) -> int:
+        """The lowest sequence at which a session on the mirror of the stream made at that time may begin.
+
+        The order matters: first this worker's floor is stored, then it is read how far trimming may go (see
+        `parti.core.hot_mirror`). Raises when that is not known, or the mirror is gone; the stream is read then.
+        """
+        reading = self._reading
+        assert reading
+        if not await reading.store():
+            raise RequestTimeout("positions cannot be stored at present, and the mirror is not read before they are")
+        floor, mark, state = reading.floor(), await self._mark(), await self._mirror.state()
+        if state is None or not state.origin_created == self._created == created:
+            # Whoever asks begins anew by itself, but further consumers of this worker have to be told.
+            reason = "the mirror is gone, or the stream that it copies"
+            self._go(Advice(Move.LEAVE, reason), begin=len(reading.consumers()) > 1)
+            raise NotFound(10059, f"the hot mirror {self.name!r} is of no use now; the stream itself is read instead")
+        return max(floor, mark, safe_start(state, self._bounds))
+
+    async def _mark(self) -> int:
+        entry = await self._store().get(KEY)
+        try:
+            record = decode(entry.value, MirrorRecord) if entry and entry.value else None
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise ApiError(0, f"the record {KEY!r} in the bucket is unreadable; delete it: {error}") from None
+        return record.trim if record and record.stream_created == self._created else 0
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Look, decide and change over until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_INSIDE_S if self.inside else _LOOK_S)
+            try:
+                await self._look()
+            except PartiError as error:
+                _log.debug("the mirror cannot be looked at, will try again", error=str(error))
+
+    async def _look(self) -> None:
+        reading = self._reading
+        assert reading
+        reached = reading.reached()
+        stream, mirror = await asyncio.gather(self._api.stream_info(reading.stream), self._mirror.state())
+        waiting = False
+        if not self.inside and stream.last_seq >= reached:
+            pending = [n for name in reading.consumers() if (n := await self._pending(name)) is not None]
+            if not pending:
+                return  # it is being made
+            waiting = any(pending)
+        look = Look(
+            now_s=time.monotonic(),
+            last_seq=stream.last_seq,
+            subjects=stream.num_subjects,
+            created=stream.created,
+            filters=reading.filters(),
+            reached=reached,
+            waiting=waiting,
+            floor=reading.floor(),
+            mirror=mirror,
+        )
+        self._created = stream.created if not self.inside else self._created
+        advice = self._chooser.advise(look, inside=self.inside)
+        self._metrics.mirror_bytes.value = mirror.size if mirror else 0
+        if advice.move is Move.MAKE:
+            await self._make(stream.first_seq, stream.last_seq)
+        elif advice.move is not Move.STAY:
+            await self._follow(advice, mirror)
+
+    async def _pending(self, consumer: str) -> int | None:
+        """How many messages a consumer on the stream has not delivered; None when it is not there."""
+        assert self._reading
+        try:
+            return (await self._api.consumer_info(self._reading.stream, consumer)).pending
+        except NotFound:
+            return None
+
+    async def _make(self, first_seq: int, last_seq: int) -> None:
+        """Make the mirror, beginning with what this worker still needs, if that is not too much."""
+        if self.refused:
+            return
+        reading, settings = self._reading, self._settings
+        assert reading
+        start = max(first_seq, reading.lowest())
+        config = mirror_config(
+            self.name,
+            reading.stream,
+            self._created,
+            start=min(start, last_seq + 1),
+            max_bytes=settings.hot_mirror_max_bytes,
+            replicas=settings.replicas,
+        )
+        try:
+            await self._mirror.make(config)
+        except ApiError as error:
+            self._refused_until_s = time.monotonic() + _AFTER_REFUSAL_S
+            self._health.raise_signal(_SIGNAL, f"the hot mirror cannot be made: {error}")
+            _log.warning("hot mirror refused by the server; reading the stream itself", error=str(error))
+            return
+        self._health.clear(_SIGNAL)
+        _log.info("hot mirror made", mirror=self.name, start=config["mirror"]["opt_start_seq"])
+
+    async def _follow(self, advice: Advice, mirror: MirrorState | None) -> None:
+        reading = self._reading
+        assert reading
+        self._go(advice)
+        left = reading.stream if self.inside else self.name
+        if advice.move is Move.REBUILD:
+            await self._mirror.delete()
+        elif advice.move is not Move.MAKE_ROOM and (self.inside or mirror):
+            await self._leave_behind(left)
+
+    def _go(self, advice: Advice, *, begin: bool = True) -> None:
+        """Be inside or outside from the next session on."""
+        reading = self._reading
+        assert reading
+        self.inside = advice.move in {Move.ENTER, Move.MAKE_ROOM}
+        reading.silence(self.inside)
+        self._metrics.mirror_inside.value = int(self.inside)
+        self._metrics.mirror_moves.inc(advice.move.value)
+        _log.info(
+            "reads from the hot mirror" if self.inside else "reads from the stream itself",
+            mirror=self.name,
+            reason=advice.reason,
+        )
+        if begin:
+            reading.begin_anew(f"hot mirror: {advice.move.value}")
+
+    async def _leave_behind(self, stream: str) -> None:
+        """Delete the consumers that are read no longer."""
+        assert self._reading
+        for consumer in self._reading.consumers():
+            try:
+                if stream == self.name:
+                    await self._mirror.leave(consumer)
+                else:
+                    await self._api.delete_consumer(stream, consumer)
+            except NotFound:
+                continue
+
+    async def leave(self) -> None:
+        """The worker stops: take its consumer off the mirror, and the mirror with it if nobody else reads it."""
+        if not self.inside:
+            return
+        assert self._reading
+        try:
+            await self._leave_behind(self.name)
+        except PartiError as error:
+            _log.info("the hot mirror is left as it is", error=str(error))

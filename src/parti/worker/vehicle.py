@@ -1,0 +1,275 @@
+"""One durable pull consumer on the server, with the pull engine on it and how far it has delivered.
+
+A worker has one of these, or several (`consumer_shards`); what they carry, and where each has to go on, is decided in
+`parti.worker.consumer`. RESET comes before a new filter, so that a crash in between leaves a consumer that starts too
+early (its messages are recognised as finished) and never one that starts too late, whose server would take unfinished
+messages for acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from parti.config import Settings
+from parti.core.consumer_config import SHARD, ConsumerTuning, build_config, consumer_name, owner_of, shard_metadata
+from parti.core.filters import FilterSet
+from parti.core.retention import retention_named
+from parti.errors import ApiError, ConfigError, NotFound
+from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
+from parti.jetstream.connection import Connection
+from parti.jetstream.pull import PullEngine, PullTuning
+from parti.jetstream.wire import Wire
+from parti.model.partition import Template
+from parti.model.subjects import covers
+from parti.telemetry.health import Health
+from parti.telemetry.metrics import Metrics
+from parti.worker.holds import Holds
+from parti.worker.hot_mirror import HotMirror
+from parti.worker.intake import ShardIntake
+from parti.worker.lanes import Lanes, Reached
+from parti.worker.starts import Starts
+from parti.worker.stateful import StatefulPartitions
+
+_log = structlog.get_logger("parti.consumer")
+
+NOTHING = FilterSet({}, 0)
+_KEEP_ON_MIRROR_S = 300.0
+_UNPULLED_WAITS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerPorts:
+    """What a worker's consumers work with."""
+
+    api: JetStreamApi
+    connection: Connection
+    wire: Wire
+    lanes: Lanes
+    metrics: Metrics
+    health: Health
+    entitled: Callable[[], bool] = lambda: True
+    """Whether this process still holds the worker id that the consumer belongs to."""
+    on_new_stream: Callable[[StreamInfo], None] = lambda stream: None
+    """Called when the stream was made anew."""
+    safe_elsewhere: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None
+    """Tells which of these partitions are carried by the consumer of their owner."""
+    stateful: StatefulPartitions | None = None
+    """Partitions have a state, which is restored before they begin and saved when they end."""
+    durable: Callable[[], Awaitable[bool]] | None = None
+    """Asked before the consumer is set back, which acknowledges: whether all that has to be stored before is."""
+    hot: HotMirror | None = None
+    """A copy of the stream in memory, and whether the consumer is to be there."""
+
+
+class Vehicle:
+    """The consumer `<prefix>-<workerID>` (number 1), or a further one with its number appended.
+
+    `prepare` is asked, with the vehicle and a reason, before each session. `lock` is held while its filter or its
+    place in the stream change. `alone`: the worker has no other.
+    """
+
+    def __init__(
+        self,
+        ports: ConsumerPorts,
+        settings: Settings,
+        template: Template,
+        starts: Starts,
+        prepare: Callable[[Vehicle, str], Awaitable[bool]],
+        number: int = 1,
+        *,
+        alone: bool = True,
+    ) -> None:
+        assert settings.worker_id
+        self.number = number
+        self.name = consumer_name(settings.prefix, settings.worker_id, number)
+        self.wide = ""
+        """One filter that stands for all subjects; empty: each has its own."""
+        self.carried = NOTHING
+        """What the server has been told, incoming partitions included."""
+        self.told: tuple[str, ...] = ()
+        """The filter that the server was told last."""
+        self.settled_on = ""
+        """The stream, or its mirror, on which the consumer was put to the position last."""
+        self.existed = False
+        self.lock = asyncio.Lock()
+        self._ports = ports
+        self._settings = settings
+        self._template = template
+        self._starts = starts
+        self._retention = retention_named(starts.stream.retention)
+        self._metadata = shard_metadata(settings.worker_id, number)
+        self.holds = Holds(
+            ports.api,
+            starts.stream.name,
+            self.name,
+            keep_s=settings.inactive_threshold_s,
+            metadata=self._metadata,
+        )
+        # A worker's only consumer delivers straight into the lanes, which note how far it has got.
+        shard = None if alone else ShardIntake(ports.lanes)
+        self.reached: Reached = shard or ports.lanes
+        """How far it has got."""
+        self.engine = PullEngine(
+            ports.connection,
+            ports.wire,
+            shard or ports.lanes,
+            _pull_tuning(settings),
+            ports.metrics,
+            ports.health,
+            stream=starts.stream.name,
+            consumer=self.name,
+            prepare=partial(prepare, self),
+            signal="pull" if number == 1 else f"pull-{number}",
+            passed=shard.passed if shard else None,
+        )
+
+    @property
+    def stream(self) -> str:
+        """Where the consumer is: the stream, or its hot mirror."""
+        hot = self._ports.hot
+        return hot.name if hot and hot.inside else self._starts.stream.name
+
+    def on_mirror(self, stream: str) -> bool:
+        """Whether this is the hot mirror."""
+        return self._ports.hot is not None and stream == self._ports.hot.name
+
+    def moves_to(self, stream: str) -> bool:
+        """Whether it was elsewhere before."""
+        return self.settled_on not in {"", stream}
+
+    def filter_of(self, carried: FilterSet, stream: str) -> tuple[str, ...]:
+        """What the server is told for these subjects, sorted."""
+        if self.wide and not self.on_mirror(stream) and all(covers(self.wide, s) for s in carried.partitions):
+            return (self.wide,)
+        return carried.subjects or (self.placeholder(),)
+
+    def placeholder(self) -> str:
+        """A subject inside the stream that nobody publishes: an empty filter would mean every subject."""
+        keys = dict.fromkeys(self._template.keys, f"_none_{self.name}")
+        return self._template.partition(keys).subject
+
+    # ── on the server ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def find(self, stream: str = "") -> ConsumerInfo | None:
+        """The consumer as it is, where it is now or on a named stream; None when there is none."""
+        try:
+            return await self._ports.api.consumer_info(stream or self.stream, self.name)
+        except NotFound:
+            return None
+
+    async def find_unpulled(self, stream: str) -> ConsumerInfo | None:
+        """The consumer, once no pull of an earlier session stands at the server.
+
+        Such a pull would run the cursor past the messages of an added subject between RESET and the new filter; where
+        finished messages are deleted, these would be too. Raises when somebody else keeps pulling.
+        """
+        info = await self.find(stream)
+        for wait_s in _UNPULLED_WAITS_S:
+            if info is None or not info.waiting or self._retention.keeps:
+                return info
+            await asyncio.sleep(wait_s)
+            info = await self.find(stream)
+        if info and info.waiting:
+            raise ApiError(
+                0,
+                f"{info.waiting} pulls of somebody else stand on consumer {self.name!r}; end the other process, or "
+                f"give it another worker_id",
+            )
+        return info
+
+    def is_ours(self, info: ConsumerInfo) -> bool:
+        """Whether a consumer of this name is this one, and not another worker's (see `workers_of`)."""
+        return (info.config.get("metadata") or {}).get(SHARD) == self._metadata.get(SHARD)
+
+    def check_owner(self, info: ConsumerInfo) -> None:
+        """Raise `ConfigError` when a consumer of this name is another worker's."""
+        if not self.is_ours(info):
+            worker, number = owner_of(info.config, self._settings.prefix)
+            raise ConfigError(
+                f"consumer {self.name!r} would be number {self.number} of worker {self._settings.worker_id!r}, but "
+                f"it is number {number} of worker {worker!r}; with consumer_shards, give no worker a worker_id that "
+                f"is another's with a number appended"
+            )
+
+    async def refilter(self, carried: FilterSet) -> None:
+        """Change the filter under standing pulls."""
+        stream = self.stream
+        info = await self.find(stream)
+        if info is None:
+            raise NotFound(10014, f"consumer {self.name!r} is gone")
+        subjects = self.filter_of(carried, stream)
+        config = build_config(self.name, subjects, self._tuning(stream), existing=info.config)
+        await self._ports.api.put_consumer(stream, config, action="update")
+        self.told = subjects
+
+    async def put_at(
+        self,
+        target: int,
+        stream: str,
+        subjects: tuple[str, ...],
+        info: ConsumerInfo | None,
+        *,
+        reason: str,
+        unread: Collection[str] = (),
+    ) -> None:
+        """RESET to a sequence of the stream, or its mirror, then set the filter; one that is gone (`info`) is made.
+
+        `unread` are subjects that stay in the filter although nothing of them is taken in.
+        """
+        api, metrics = self._ports.api, self._ports.metrics
+        if info is None:
+            if self.existed and not self.moves_to(stream):
+                metrics.recreated.inc()
+                _log.warning("consumer was gone and is made again", consumer=self.name, at=target, reason=reason)
+            config = build_config(self.name, subjects, self._tuning(stream), metadata=self._metadata)
+            info = await api.put_consumer(stream, config, action="create")
+            self.existed = True
+        elif not self._retention.keeps and set(info.subjects) - (set(subjects) - set(unread)):
+            # A subject is in the filter that is not read here: its messages must not get below the ack floor.
+            target = min(target, info.ack_floor + 1)
+        hold = await self._hold(info, subjects, target)
+        await api.reset_consumer(stream, self.name, target)
+        self.reached.cursor = target
+        metrics.resets.inc("update" if reason == "update" else "session")
+        config = build_config(self.name, subjects, self._tuning(stream), existing=info.config)
+        if info.subjects != tuple(sorted(subjects)) or any(info.config.get(k) != v for k, v in config.items()):
+            await api.put_consumer(stream, config, action="update")
+        if hold:
+            self.holds.until(hold, await self._starts.last_seq())
+        self.engine.aim(stream)
+        self.settled_on, self.told = stream, subjects
+
+    async def _hold(self, info: ConsumerInfo, subjects: Sequence[str], seq: int) -> str:
+        """Where needed, keep messages of added subjects that the consumer has told the server to need no more."""
+        added = set(subjects) - set(info.subjects)
+        if self._retention.keeps or not self._retention.overlap or not added or seq > info.ack_floor:
+            return ""
+        return await self.holds.take(sorted(added), seq)
+
+    async def release_holds(self) -> None:
+        """Give up holds that are no longer needed."""
+        if self.holds.any and (info := await self.find()):
+            await self.holds.release(info)
+
+    def _tuning(self, stream: str) -> ConsumerTuning:
+        s = self._settings
+        if self.on_mirror(stream):
+            # It cannot outlive the mirror, and whoever comes back later makes it anew.
+            keep_s = min(s.inactive_threshold_s, _KEEP_ON_MIRROR_S)
+            return ConsumerTuning(s.ack_wait_s, s.max_ack_pending, s.max_waiting, keep_s, acks=False)
+        return ConsumerTuning(s.ack_wait_s, s.max_ack_pending, s.max_waiting, s.inactive_threshold_s)
+
+
+def _pull_tuning(settings: Settings) -> PullTuning:
+    return PullTuning(
+        batch=settings.pull_batch,
+        max_bytes=settings.pull_max_bytes,
+        expires_s=settings.pull_expires_s,
+        heartbeat_s=settings.pull_heartbeat_s,
+        limit=max(1, int(settings.backpressure * settings.max_ack_pending)),
+    )
