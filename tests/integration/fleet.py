@@ -316,6 +316,7 @@ class Traffic:
         self._kit = kit
         self._rate = rate
         self._task: asyncio.Task[None] | None = None
+        self._on_their_way: set[asyncio.Future[int]] = set()
 
     async def __aenter__(self) -> Traffic:
         self._task = asyncio.create_task(self._run())
@@ -328,11 +329,15 @@ class Traffic:
         assert self._task
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        # What is being stored right now is handled too, so it must be known.
+        await asyncio.gather(*self._on_their_way, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
             for partition in PARTITIONS:
                 publishing = asyncio.ensure_future(self._kit.api.publish(self._kit.subject(partition), b"x"))
+                self._on_their_way.add(publishing)
+                publishing.add_done_callback(self._on_their_way.discard)
                 publishing.add_done_callback(lambda done, p=partition: self._note(p, done))  # type: ignore[misc]
                 await asyncio.sleep(1 / self._rate)
 

@@ -202,6 +202,8 @@ async def killed_at_random(kit: Kit, directory: Path, kills: int, *, each: int, 
         assert not missing
         sent = merge(sent, await publishing)
     with process(kit, directory) as worker:
+        # Something that only the last one can have handled: before that it might not listen to signals yet.
+        sent = merge(sent, await kit.publish(MANY, 1))
         everything = {seq for seqs in sent.values() for seq in seqs}
         await eventually(lambda: everything <= {seq for _, seq in worker.handled}, START_S)
         await eventually(kit.all_acked)

@@ -170,8 +170,10 @@ def test_threads_and_coroutines_share_the_same_slots(seed: int) -> None:
     async def on_loop(cost: int) -> None:
         async with scheduler.acquire(cost) as got:
             change(got.slots)
-            await asyncio.sleep(0)
-            change(-got.slots)
+            try:
+                await asyncio.sleep(0)
+            finally:  # it may be cancelled right here
+                change(-got.slots)
 
     async def run() -> None:
         tasks = [asyncio.create_task(on_loop(chance.randrange(1, 8))) for _ in range(60)]

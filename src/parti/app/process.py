@@ -14,6 +14,7 @@ from parti.app.supervisor import own_slot
 from parti.telemetry.logs import name_process
 
 _log = structlog.get_logger("parti.process")
+_START_GRACE_S = 1.0
 
 
 class Servable(Protocol):
@@ -65,6 +66,8 @@ async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None)
     waiting = asyncio.create_task(leave.wait())
     await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
+        # It may be handling already, with little left to do: cancelled now, handlers would be too.
+        await asyncio.wait({starting}, timeout=_START_GRACE_S)
         starting.cancel()
     await asyncio.gather(starting, return_exceptions=leave.is_set())
     if not leave.is_set():

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from parti.core.job_claims import Cancel, Condemn, Elsewhere, Skip, Start
+from parti.core.job_claims import Cancel, Condemn, Elsewhere, Skip, Start, Verdict
 from parti.core.retry import GiveUp, RetryPolicy, after_failure, describe
 from parti.errors import ConnectionFailed, PartiError
 from parti.jetstream.connection import Connection, ConnectionState
@@ -75,6 +75,7 @@ class Hand:
         self._ended: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._cancels: set[int] = set()
         self._alone = asyncio.Lock()
+        self._last: asyncio.Event | None = None
         self._leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -127,6 +128,7 @@ class Hand:
         message = Message(name, payload, info.stream_seq, ownership, reply, header, time.time())
         job = Job(message, self._durable, self._ports.scheduler, lambda: self._mark(info.stream_seq))
         held = Held(job)
+        held.before, self._last = self._last, held.claimed
         self._held[held.seq] = held
         self._idle.clear()
         held.task = asyncio.get_running_loop().create_task(self._carry_out(held), name=f"parti-{job.id}")
@@ -150,7 +152,7 @@ class Hand:
 
     async def _carry_out(self, held: Held) -> None:
         try:
-            verdict = await self._ports.board.claim(held, lambda: held.seq in self._cancels)
+            verdict = await self._claim(held)
             if isinstance(verdict, Start):
                 await self._attempt(held, verdict)
             elif isinstance(verdict, Skip):
@@ -168,12 +170,22 @@ class Hand:
         except Exception:
             _log.exception("a job could not be settled and will be delivered again", job=held.job.id)
         finally:
+            held.claimed.set()
             self._ports.board.forget(held)
             if self._held.get(held.seq) is held:
                 del self._held[held.seq]
             if not self._held:
                 self._idle.set()
             self.on_room()
+
+    async def _claim(self, held: Held) -> Verdict:
+        """Claims run side by side, but their jobs start in the order of delivery."""
+        verdict = await self._ports.board.claim(held, lambda: held.seq in self._cancels)
+        if held.before is not None:
+            await held.before.wait()
+            held.before = None
+        held.claimed.set()
+        return verdict
 
     async def _attempt(self, held: Held, start: Start) -> None:
         held.job.attempt = held.job.message.attempt = start.attempt

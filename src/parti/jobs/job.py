@@ -214,7 +214,9 @@ class Held:
     """A job in the hand of a worker: what the worker has to know of it."""
 
     __slots__ = (
+        "before",
         "calling",
+        "claimed",
         "dirty",
         "job",
         "lock",
@@ -231,6 +233,9 @@ class Held:
         self.job = job
         self.reply = job.message.reply
         """Where to acknowledge: the newest delivery."""
+        self.before: asyncio.Event | None = None
+        """Set when the job that was delivered before has been claimed: jobs start in the order of their delivery."""
+        self.claimed = asyncio.Event()
         self.calling: asyncio.Task[None] | None = None
         """The running handler."""
         self.task: asyncio.Task[None] | None = None
