@@ -76,10 +76,11 @@ def test_it_says_why_a_stream_cannot_be_mirrored(
 # ── where to begin, what to trim ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_with_room_a_session_begins_anywhere_in_the_mirror_and_under_pressure_in_its_newer_half() -> None:
+def test_with_room_a_session_begins_anywhere_in_the_mirror_and_under_pressure_behind_its_oldest_quarter() -> None:
     assert safe_start(MIRROR, BOUNDS) == 1_001
-    assert safe_start(replace(MIRROR, size=600_000), BOUNDS) == 1_501
-    assert safe_start(replace(MIRROR, age_s=61.0), BOUNDS) == 1_501
+    assert safe_start(replace(MIRROR, size=790_000), BOUNDS) == 1_001
+    assert safe_start(replace(MIRROR, size=810_000), BOUNDS) == 1_251
+    assert safe_start(replace(MIRROR, age_s=61.0), BOUNDS) == 1_251
 
 
 def test_a_mirror_that_is_still_empty_begins_where_copying_began() -> None:
@@ -171,7 +172,7 @@ def test_after_leaving_it_waits_before_it_comes_back() -> None:
 
 
 def test_who_is_far_behind_makes_room_when_the_mirror_fills_up() -> None:
-    chooser, filling = Chooser(ON, BOUNDS), replace(MIRROR, size=600_000)
+    chooser, filling = Chooser(ON, BOUNDS), replace(MIRROR, size=850_000)
     assert chooser.advise(replace(LOOK, mirror=filling), inside=True).move is Move.STAY, "it has caught up"
     assert chooser.advise(replace(LOOK, now_s=101, floor=1_200, mirror=filling), inside=True).move is Move.MAKE_ROOM
 
