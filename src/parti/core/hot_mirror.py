@@ -116,8 +116,8 @@ def why_not(retention: str, storage: str, *, ordered: bool, one_filter: bool = F
 def safe_start(mirror: MirrorState, bounds: Bounds) -> int:
     """The lowest sequence at which somebody may begin on the mirror without standing in the way of trimming.
 
-    Under pressure a quarter is given up, and no more: what is skipped has to be fed from the stream, subject by subject,
-    which takes the server ten times as long as the mirror would.
+    Under pressure a quarter is given up, and no more: what is skipped has to be fed from the stream, subject by
+    subject, which takes the server ten times as long as the mirror would.
     """
     oldest = (mirror.last_seq + 1 - mirror.begins) // 4
     return mirror.begins + (oldest if bounds.pressed(mirror) else 0)
