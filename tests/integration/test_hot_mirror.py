@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -234,6 +236,20 @@ async def test_a_mirror_with_replicas_survives_its_leader(nats_cluster: Cluster,
         finally:
             await client.close()
         await flow.handled(0.6)
+
+
+async def test_a_frozen_worker_does_not_fill_the_mirror_for_the_others(
+    nats_server_factory: Callable[..., Server], stream_name: str
+) -> None:
+    server = nats_server_factory()
+    async with flowing(server.url, stream_name, 12_000, workers=2) as flow:
+        await eventually(flow.inside)
+        await flow.handled(0.2)
+        os.kill(server.pid, signal.SIGSTOP)
+        await asyncio.sleep(1.0)  # the fault itself: a server that answers nobody for a second
+        os.kill(server.pid, signal.SIGCONT)
+        await flow.handled(0.6)
+        await eventually(flow.inside, 20)
 
 
 @pytest.mark.parametrize(

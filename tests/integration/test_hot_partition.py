@@ -52,7 +52,7 @@ async def test_a_hot_partition_never_starves_the_others(nats_server: Server, str
         await eventually(lambda: len(ages_ms) == sent["others"], 5)
         assert len(seqs["hot"]) < sent["hot"] / 2, "the hot one is far behind, and nobody else is"
         assert worker.metrics.parked.value >= 1
-        assert quantiles(ages_ms, n=100)[94] < 1_500, "without parking they wait for the hot one, seconds long"
+        assert quantiles(ages_ms, n=100)[94] < 500
         await eventually(lambda: len(seqs["hot"]) == sent["hot"], 45)
     await client.close()
     for handled in seqs.values():
