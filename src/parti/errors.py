@@ -17,6 +17,7 @@ PartiError
  ├── NoResponders            nobody listens on the subject: the outcome is "no"
  ├── ApiError                JetStream answered with an error; `.code` is its number
  │    ├── NotFound           consumer, stream, key or message does not exist
+ │    ├── PriorityRefused    a priority group is not as the server wants it; `.name` says which rule
  │    └── WrongRevision      a compare-and-set lost against another writer
  ├── LeaseLost               a lease has ended, or somebody else holds it: the outcome is "no"
  ├── ControlPlaneReset       the control bucket was deleted or made anew under a running worker
@@ -104,9 +105,11 @@ class PermissionDenied(PartiError):
     fatal = True
 
     def __init__(self, operation: str, subject: str) -> None:
+        # Whoever has an inbox of its own and does not say so asks for the one that everybody has.
+        inbox = "set inbox_prefix to that of this user, or " if "_INBOX" in subject else ""
         super().__init__(
-            f"permission denied: this account may not {operation} {subject!r}; "
-            f"grant it in the server's permissions or use other credentials"
+            f"permission denied: this account may not {operation} {subject!r}; {inbox}"
+            f"grant it on the server ('parti perms' prints what each role needs), or use other credentials"
         )
         self.operation = operation
         self.subject = subject
@@ -142,8 +145,22 @@ class WrongRevision(ApiError):
     """A compare-and-set write lost: somebody else wrote first."""
 
 
+class PriorityRefused(ApiError):
+    """The server refused something about a consumer's priority group; nothing was changed."""
+
+    fatal = True
+
+    def __init__(self, name: str, meaning: str, error: ApiError) -> None:
+        super().__init__(error.code, f"{meaning} ({name}: {error.description})", status=error.status)
+        self.name = name
+
+
 class LeaseLost(PartiError):
     """A lease has ended, or somebody else holds it now."""
+
+
+class SteppedDown(PartiError):
+    """The worker id was given to a process that stood by."""
 
 
 class StateError(PartiError):

@@ -62,8 +62,13 @@ def _name(value: str) -> str:
     return value
 
 
+def is_stream_name(value: str) -> bool:
+    """Whether a stream can have this name."""
+    return re.fullmatch(r"[^\s.*>/\\]+", value) is not None
+
+
 def _stream_name(value: str) -> str:
-    if not re.fullmatch(r"[^\s.*>/\\]+", value):
+    if not is_stream_name(value):
         raise ValueError("must be a stream name: no spaces and none of . * > / \\")
     return value
 

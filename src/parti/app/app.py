@@ -107,13 +107,14 @@ class App:
     async def running(self, **overrides: Any) -> AsyncIterator[Worker]:
         """Run a worker inside this process for the length of a `with` block; it drains at the end.
 
-        The block begins when the worker has been told what it owns.
+        The block begins when the worker has been told what it owns, or (`standby`) when it waits for its turn.
         """
         worker = self.worker(**overrides)
         await worker.start()
         worker.announce()
         try:
-            await worker.wait_assigned()
+            if not worker.settings.standby:
+                await worker.wait_assigned()
             yield worker
         finally:
             await worker.stop()

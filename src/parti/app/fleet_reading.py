@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ from parti.core.lease import NEVER_S
 from parti.jetstream.kv import Bucket, Entry
 from parti.model.fleet import Assignment, Claim, HealthRecord, decode, key_of
 from parti.model.partition import Partition
-from parti.worker.reader import Reader, ReaderPorts
+from parti.worker.reader import SIGNALS, Reader, ReaderPorts
+from parti.worker.standby import WaitingPull, can_be_pinned
 from parti.worker.starts import Granted
 
 _log = structlog.get_logger("parti.worker")
@@ -53,7 +55,9 @@ class FleetReading:
         settings: Settings,
         granted: Callable[[], Granted],
         on_worker_id: Callable[[str], None],
+        step_down: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """`step_down` is called when somebody who stands by has been given this worker's consumer."""
         self.reader: Reader | None = None
         self.finished_before = 0
         """Messages that earlier readers of this process have finished."""
@@ -61,9 +65,15 @@ class FleetReading:
         self._settings = settings
         self._granted = granted
         self._on_worker_id = on_worker_id
+        self._step_down = step_down
+        self._waiting: WaitingPull | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     async def seated(self, seat: Seat, plane: ControlPlane) -> None:
         """Get ready to read under a worker id; a reader that had the same id just before goes on."""
+        if self._waiting:
+            await self._waiting.stop()
+        await self._ended()
         self._on_worker_id(seat.worker_id)
         store = LeasedStore(plane.bucket, seat)
         if self.reader:
@@ -73,8 +83,7 @@ class FleetReading:
                 await self.reader.store_progress()
                 return
             _log.warning("starting over under another holding of a worker id", before=self.reader.worker_id)
-            await self.reader.stop(store=False)
-            self.finished_before += self.reader.finished
+            await self._end(self.reader)
         settings = self._settings.model_copy(update={"worker_id": seat.worker_id})
         self.reader = Reader(
             self._ports,
@@ -85,6 +94,7 @@ class FleetReading:
             incarnation=seat.incarnation,
             entitled=lambda: seat.lease.held,
             safe_elsewhere=partial(safe_elsewhere, plane.bucket, seat.worker_id),
+            outpinned=self._step_down,
         )
         self.reader.permit(NEVER_S)
 
@@ -108,12 +118,51 @@ class FleetReading:
 
     async def settle(self) -> Sequence[str]:
         """Store the positions; returns the partitions that were let go and whose handler still runs."""
-        assert self.reader
+        if self.reader is None:
+            return ()  # it was handed over
         busy = self.reader.busy
         if not await self.reader.store_progress():
             # What was let go must not be given away before its position is known.
             return tuple({*busy, *self.reader.released})
         return busy
+
+    def stand_by(self, worker_id: str, *, alive: bool, replaced: bool) -> None:
+        """Let the server know of somebody it can pin instead, while the one that is pinned is well.
+
+        What was read under a lease that somebody else has had since is of no use any more.
+        """
+        if replaced and self.reader:
+            self._ending = asyncio.create_task(self._end(self.reader))
+            self.reader = None
+        if self._waiting is None and can_be_pinned(self._settings, self._ports.stream):
+            self._waiting = WaitingPull(self._settings, self._ports.stream.name, worker_id)
+        if self._waiting:
+            self._waiting.stand(alive)
+
+    async def hand_over(self) -> None:
+        """Finish what runs and store the positions; whoever is next goes on from there."""
+        if self.reader:
+            await self._end(self.reader, store=True)
+            self.reader = None
+
+    async def _end(self, reader: Reader, *, store: bool = False) -> None:
+        """End a reader while this process goes on: what ailed it is no matter any more."""
+        await reader.stop(store=store)
+        self.finished_before += reader.finished
+        for signal in [name for name in self._ports.health.reasons if name.startswith(SIGNALS)]:
+            self._ports.health.clear(signal)
+
+    async def close(self) -> None:
+        """This process stands by no more."""
+        if self._waiting:
+            await self._waiting.stop()
+        await self._ended()
+
+    async def _ended(self) -> None:
+        """Wait for the end of a reader that was given up."""
+        ending, self._ending = self._ending, None
+        if ending:
+            await ending
 
     def report(self) -> Mapping[str, Any]:
         """What a heartbeat says."""

@@ -321,6 +321,8 @@ def _check_orders(orders: Orders, partitions: Sequence[str], name: str) -> None:
     if name in orders.drained:
         raise ConfigError(f"{name} is drained; use 'parti drain {name} --undo' first, or another --name")
     for partition in partitions:
+        if partition in orders.withheld:
+            raise ConfigError(f"{partition} is withheld: an older consumer handles it; see 'parti migrate status'")
         if partition in orders.paused:
             raise ConfigError(f"{partition} is paused: nobody handles it; use 'parti resume {partition}' first")
         if (elsewhere := orders.placed.get(partition, name)) != name:

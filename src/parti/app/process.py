@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
+from parti.app.signals import exit_at_once, on_leave_signals
 from parti.app.supervisor import own_slot
-from parti.telemetry.logs import name_process
+from parti.config import Settings
+from parti.telemetry.logs import configure_logging, name_process
 
 _log = structlog.get_logger("parti.process")
 _START_GRACE_S = 1.0
+T = TypeVar("T")
 
 
 class Servable(Protocol):
     """A worker of partitions or of jobs."""
 
+    settings: Settings
     on_worker_id: Callable[[str], None]
 
     @property
@@ -37,6 +40,33 @@ class Servable(Protocol):
         ...
 
 
+def run_on_loop(main: Coroutine[Any, Any, T], event_loop: str = "auto") -> T:
+    """Run a coroutine on a new event loop: uvloop's, where it is installed and not declined (`asyncio`)."""
+    factory = None if event_loop == "asyncio" else _uvloop_factory()
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def _uvloop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415 - an extra, and not there on every platform
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def run_worker(worker: Servable) -> int:
+    """Run a worker as this process, on the event loop and with the logs that its settings name; see `serve`."""
+    settings = worker.settings
+
+    def speak() -> None:
+        configure_logging(settings.log_level, settings.log_format)
+
+    # A worker that cannot start says so in one line; what led there is only of interest to who asked for it.
+    configure_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
+    return run_on_loop(serve(worker, on_started=speak), settings.event_loop)
+
+
 async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None) -> int:
     """Run a worker until SIGTERM or SIGINT, then drain; a second signal leaves at once.
 
@@ -45,23 +75,22 @@ async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None)
     Returns the exit code: 0 when everything was finished and stored, 1 when something was left to be delivered
     again.
     """
-    loop = asyncio.get_running_loop()
     worker.on_worker_id = lambda worker_id: name_process(worker=worker_id)
     leave = asyncio.Event()
 
     supervised = own_slot() is not None
 
-    def on_signal(number: signal.Signals) -> None:
-        if leave.is_set():
-            if supervised:
-                return  # service managers signal supervisor and child alike; killing is the supervisor's to decide
-            _log.warning("second signal: leaving at once", signal=number.name)
-            os._exit(128 + number)
+    def drain(number: signal.Signals) -> None:
         _log.info("draining: no new messages, running handlers finish", signal=number.name)
         leave.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+    def leave_now(number: signal.Signals) -> None:
+        if supervised:
+            return  # service managers signal supervisor and child alike; killing is the supervisor's to decide
+        _log.warning("second signal: leaving at once", signal=number.name)
+        exit_at_once(number)
+
+    on_leave_signals(drain, leave_now)
     starting = asyncio.create_task(worker.start())
     waiting = asyncio.create_task(leave.wait())
     await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -174,14 +174,12 @@ class Replay:
             raise ConfigError("no partition was chosen; name some with --partitions or --all-of")
         if unknown := [p for p in self._chosen if p not in visit.partitions]:
             named = ", ".join(unknown[:_NAMED])
-            raise ConfigError(f"there is no partition {named}; see 'parti workers' for those that there are")
+            raise ConfigError(f"there is no partition {named}; see 'parti partitions' for those that there are")
         self._bound = await asyncio.to_thread(find_end, self._target, visit.stream.name, self._request.until)
         await DeadLetterStream.open(
             visit.api,
             Health(),
-            stream=s.dead_letter_stream,
-            subject=s.dead_letter_subject,
-            replicas=s.replicas,
+            s,
             max_payload=visit.connection.max_payload,
             omit_large=True,
         )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from parti.app.signals import on_leave_signals
 from parti.core.restarts import (
     COULD_NOT_START,
     DEFAULT_POLICY,
@@ -141,14 +142,12 @@ class _Supervisor:
         self._leaving = asyncio.Event()
         self._children: dict[int, _Child] = {}
         self._last_exits: dict[int, int] = {}
-        self._first_signal: signal.Signals | None = None
         self._exit_code: int | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        on_leave_signals(self._drain, self._kill_all)
         # Ignored on purpose when started with nohup.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -228,14 +227,10 @@ class _Supervisor:
             if code is not None and not child.exit.done():
                 child.exit.set_result(code)
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self._first_signal is None:
-            self._first_signal = number
-            self._drain(number)
-        else:
-            _log.warning("second signal: killing all worker processes", signal=number.name)
-            self._exit_code = 128 + number
-            self._kill()
+    def _kill_all(self, number: signal.Signals) -> None:
+        _log.warning("second signal: killing all worker processes", signal=number.name)
+        self._exit_code = 128 + number
+        self._kill()
 
     def _on_hangup(self) -> None:
         # A closing terminal may send it twice, from the shell and from the kernel: never the order to kill.

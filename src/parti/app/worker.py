@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,27 +13,26 @@ from parti.coordination.control_plane import read_keys
 from parti.coordination.fleet_parts import FleetParts
 from parti.coordination.hooks import Hooks
 from parti.coordination.manager import Manager
-from parti.coordination.mirror_trimming import Trimmer
+from parti.coordination.mirror_keeping import MirrorKeeper
 from parti.coordination.records import Records
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
 from parti.core.fleet_view import FleetState
 from parti.core.hot_mirror import ON, why_not
 from parti.core.retention import INTEREST, LIMITS, retention_named
-from parti.errors import ConfigError, NotFound, PermissionDenied, ServerTooOld, StreamNotFound, SubjectMismatch
+from parti.errors import ConfigError, NotFound, ServerTooOld, StreamNotFound, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
-from parti.jetstream.connection import Connection, ConnectionState
+from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket
+from parti.jetstream.lifecycle import Lifecycle
 from parti.jetstream.micro import MicroService, ServiceStats
 from parti.jetstream.state_store import StateStore
 from parti.jetstream.streams import ensure_mapped_stream
+from parti.jetstream.vitals import Vitals
 from parti.jetstream.wire import Wire
 from parti.model.partition import Partition, PartitionLike, Template
 from parti.model.subjects import overlap, within
 from parti.strategies.interface import Strategy, learns_loads
-from parti.telemetry.health import Health
-from parti.telemetry.http import MetricsServer
-from parti.telemetry.metrics import Metrics
-from parti.telemetry.tasks import watched
+from parti.telemetry.tracing import check_tracing
 from parti.version import __version__
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.ledger import ensure_ledger_stream
@@ -73,8 +71,11 @@ class Worker:
 
     def __init__(self, settings: Settings, job: Job, hooks: Hooks | None = None) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.worker_id or "", per_partition=settings.metrics_per_partition)
-        self.health = Health()
+        self._vitals = Vitals(settings.worker_id or "", per_partition=settings.metrics_per_partition)
+        self._life = Lifecycle(self._vitals)
+        self.metrics = self._vitals.metrics
+        self.health = self._vitals.health
+        self.metrics.standby.value = int(settings.standby)
         self.on_worker_id: Callable[[str], None] = lambda worker_id: None
         """Called with each worker id that this worker takes."""
         self.manager: Manager | None = None
@@ -82,32 +83,25 @@ class Worker:
         self._job = job
         self._hooks = hooks or Hooks()
         self._connection: Connection | None = None
-        self._server: MetricsServer | None = None
-        self._service: MicroService | None = None
         self._solo: Reader | None = None
-        self._trimming: asyncio.Task[None] | None = None
-        self._stopped = False
         self._fleet: FleetReading | None = None
 
     async def start(self) -> None:
         """Connect, check everything, and begin; a member of the fleet holds a worker id then."""
-        try:
-            await self._start()
-        except BaseException:
-            if self.manager:
-                await self.manager.stop()
-            if self._reader:
-                await self._reader.stop(drain=False, store=False)
-            await self._close()
-            raise
+        await self._life.begin(self._start, self._abandon)
+
+    async def _abandon(self) -> None:
+        if self.manager:
+            await self.manager.stop()
+        if self._reader:
+            await self._reader.stop(drain=False, store=False)
 
     async def _start(self) -> None:
         settings, job = self.settings, self._job
-        connection = await Connection.open(settings, name=f"{settings.prefix}-{settings.worker_id or 'worker'}")
-        self._connection = connection
-        connection.on_state(self._on_state)
-        connection.on_permission_denied(self._on_denied)
-        self.metrics.connection_state.set(connection.state.value)
+        if settings.tracing:
+            check_tracing()
+        name = f"{settings.prefix}-{settings.worker_id or 'worker'}"
+        connection = self._connection = await self._life.connect(settings, name=name)
         check_version(connection)
         api = JetStreamApi(connection)
         await api.account_info()
@@ -123,9 +117,7 @@ class Worker:
         dead_letters = await DeadLetterStream.open(
             api,
             self.health,
-            stream=settings.dead_letter_stream,
-            subject=settings.dead_letter_subject,
-            replicas=settings.replicas,
+            settings,
             max_payload=connection.max_payload,
             omit_large=stream.retention == "limits",
         )
@@ -148,10 +140,8 @@ class Worker:
             states,
             measures=settings.fleet and learns_loads(job.strategy),
         )
-        if settings.metrics_port is not None:
-            self._server = MetricsServer(self.metrics, self.health, settings.metrics_host, settings.metrics_port)
-            self._server.start()
-        self._service = MicroService(
+        self._vitals.serve(settings)
+        service = MicroService(
             connection,
             version=__version__,
             description=f"handles {job.template.text} of stream {job.stream}",
@@ -159,11 +149,12 @@ class Worker:
             metadata=self._describe,
             stats=self._statistics,
         )
+        self._life.hold(service.stop)
         if settings.fleet:
-            await self._join(ports, self._service.id)
+            await self._join(ports, service.id)
         else:
             await self._go_alone(ports, bucket, partitions)
-        await self._service.start()
+        await service.start()
 
     async def _check_partitions(self, api: JetStreamApi, bucket: Bucket, stream: StreamInfo) -> Sequence[Partition]:
         """Read the source once, so that what is wrong with it is said at the start."""
@@ -191,13 +182,20 @@ class Worker:
             partitions = [self._job.template.partition(dict.fromkeys(self._job.template.keys, "*"))]
         self._solo = Reader(ports, settings, bucket, each_subject=every, pointers=bucket)
         await self._solo.start(partitions)
-        trimmer = Trimmer(ports.api, bucket, settings, ports.stream.name, _only(worker_id), alone=worker_id)
-        self._trimming = watched(trimmer.run(), "mirror-trimming", self.health)
+        keeper = MirrorKeeper(ports.api, bucket, settings, ports.stream.name, _only(worker_id), alone=worker_id)
+        self._life.run(keeper.run(), "mirror-keeping")
 
     async def _join(self, ports: ReaderPorts, service: str) -> None:
         job = self._job
         assert job.source
-        self._fleet = FleetReading(ports, self.settings, lambda: granted_by(manager), self.on_worker_id)
+        reading = self._fleet = FleetReading(
+            ports,
+            self.settings,
+            lambda: granted_by(manager),
+            self.on_worker_id,
+            lambda reason: manager.step_down(reason),  # noqa: PLW0108 - it is made below
+        )
+        self._life.hold(reading.close)
         parts = FleetParts(
             ports.connection,
             ports.api,
@@ -211,7 +209,8 @@ class Worker:
             self.metrics,
             self.health,
         )
-        self.manager = manager = Manager(parts, self._fleet, self._hooks, service=service)
+        standby = reading if self.settings.standby else None
+        self.manager = manager = Manager(parts, reading, self._hooks, service=service, standby=standby)
         await manager.start()
 
     def announce(self) -> None:
@@ -262,38 +261,30 @@ class Worker:
         What was received and not started is left to the next owner. With `drain=False`, or after
         `drain_timeout_s`, running handlers are cancelled and their messages will be delivered again.
         """
-        if self._stopped:
-            return True
-        self._stopped, clean = True, True
+        return await self._life.end(lambda: self._leave(drain))
+
+    async def _leave(self, drain: bool) -> bool:
+        clean = True
         if self.manager:
             await self.manager.drain()
         if self._reader:
             clean = await self._reader.stop(drain=drain)
         if self.manager:
             clean = await self.manager.stop() and clean
-        await self._close()
         return clean
 
-    async def _close(self) -> None:
-        if self._trimming:
-            self._trimming.cancel()
-            await asyncio.gather(self._trimming, return_exceptions=True)
-        if self._service:
-            await self._service.stop()
-        if self._server:
-            self._server.stop()
+    async def vanish(self) -> None:
+        """End as a killed process does: nothing more is said to the server, and the fleet has to notice by itself.
+
+        For `parti.testing`; no part of the public API.
+        """
         if self._connection:
             await self._connection.close()
+        await self.stop(drain=False)
 
     @property
     def _reader(self) -> Reader | None:
         return self._fleet.reader if self._fleet else self._solo
-
-    def _on_denied(self, denied: PermissionDenied) -> None:
-        if denied.subject.startswith("$SRV."):
-            _log.warning("this worker is not shown by `nats micro`", reason=str(denied))
-        else:
-            self.health.raise_signal("permissions", str(denied))
 
     def _describe(self) -> dict[str, str]:
         return {
@@ -312,18 +303,10 @@ class Worker:
             data={"worker": self.worker_id, "state": self.state.value, "partitions": len(self.partitions), **report},
         )
 
-    def _on_state(self, state: ConnectionState, reason: str) -> None:
-        self.metrics.connection_state.set(state.value)
-        if state is ConnectionState.CONNECTED:
-            self.metrics.reconnects.inc()
-            self.health.clear("connection")
-        else:
-            self.health.raise_signal("connection", f"{state.value}: {reason}")
-
     @property
     def metrics_port(self) -> int | None:
         """Port that serves `/metrics` and `/healthz`, or None."""
-        return self._server.port if self._server else None
+        return self._vitals.port
 
     @property
     def finished(self) -> int:

@@ -24,10 +24,12 @@ from parti.jetstream.target import Target
 from parti.model.ledger import ledger_stream as ledger_stream_of
 from parti.spark.lake import is_local
 from parti.spark.session import open_session
+from parti.telemetry.batch_metrics import BatchMetrics, check_metrics_file
 
 if TYPE_CHECKING:
-    from parti.spark.audit import AuditResult, Check
+    from parti.spark.audit import AuditResult
     from parti.spark.audit_sources import Question
+    from parti.spark.promises import Check
 
 _CONNECT_S = 3.0
 _SEEN = {
@@ -64,6 +66,9 @@ def audit(
         Path | None, typer.Option(metavar="DIR", help="What incremental audits remember.", file_okay=False)
     ] = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Write result tables (Parquet) here.")] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(metavar="FILE.prom", help="Write metrics for Prometheus' text file collector.")
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a report with plots.", dir_okay=False)
     ] = None,
@@ -95,6 +100,7 @@ def audit(
         raise ConfigError(f"--report {report}: there is no directory {report.absolute().parent}; create it first")
     if output is not None and is_local(output) and Path(output).is_file():
         raise ConfigError(f"--output {output} is a file; expected a directory")
+    check_metrics_file(metrics)
     if find_spec("pyspark") is None:
         raise ConfigError("pyspark is not installed, an audit runs on it; install the extra: parti[spark]")
     # They need pyspark, which takes a second to import and is not there where only workers run.
@@ -112,11 +118,13 @@ def audit(
         say("starting Spark")
         with open_session("parti-audit", master) as spark:
             result = run(spark, prepared, wishes, say)
+    if metrics is not None:
+        write_metrics(question.stream, result, metrics)
     if json:
         print_json(_json(question, result))
     else:
         _print(console, question, result, time.perf_counter() - began_s)
-        for written in filter(None, (output, report)):
+        for written in filter(None, (output, report, metrics)):
             console.print(f"Written: {written}", style="dim", soft_wrap=True)
     raise typer.Exit(0 if result.held else 1)
 
@@ -200,6 +208,16 @@ def _line(example: Mapping[str, Any]) -> str:
         where = f"partition {example['partition']}, message {example['seq']}"
         return f"{where}: {example['detail']}"
     return ", ".join(f"{name} {value}" for name, value in example.items() if value is not None)
+
+
+def write_metrics(stream: str, result: AuditResult, path: Path) -> None:
+    """Write what an audit found for Prometheus: a sample for each promise, also for those that were kept."""
+    found = BatchMetrics()
+    for check in result.checks:
+        found.audit_violations.set(check.count, stream, check.name)
+    found.audit_messages.set(result.seen.get("messages", 0), stream)
+    found.audit_finished.set(time.time(), stream)
+    found.write(path)
 
 
 def _json(question: Question, result: AuditResult) -> dict[str, Any]:

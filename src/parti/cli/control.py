@@ -5,28 +5,31 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import IO, Any, cast
 
 import typer
 from rich.console import Console
 
-from parti.config import Settings, load_settings, strip_userinfo
+from parti.config import Settings, load_settings
 from parti.coordination.control_plane import ControlPlane
 from parti.errors import ConfigError, NotFound
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket
+from parti.setting_types import strip_userinfo
 from parti.telemetry.logs import configure_logging
 
 _CONNECT_S = 3.0
 """Nobody at a terminal wants to wait longer, unless the settings say so."""
 _PIPED_WIDTH = 1000
 """Whatever reads a pipe has no edge that lines would have to end at."""
+_BLANKS = re.compile(r" +$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,24 @@ async def open_control(settings: Settings) -> AsyncIterator[Control]:
 
     Raises `ConfigError` when there is none, and what `Connection.open` raises.
     """
-    configure_logging("error", settings.log_format)
-    if "connect_timeout_s" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"connect_timeout_s": _CONNECT_S})
-    connection = await Connection.open(settings, name=f"{settings.prefix}-cli")
-    try:
-        api = JetStreamApi(connection)
+    async with open_server(settings) as (connection, api):
         bucket = Bucket(api, settings.bucket)
         try:
             created = (await bucket.info()).created
         except NotFound:
             raise ConfigError(await _missing(api, settings)) from None
         yield Control(settings, ControlPlane(connection, api, bucket, created))
+
+
+@asynccontextmanager
+async def open_server(settings: Settings) -> AsyncIterator[tuple[Connection, JetStreamApi]]:
+    """Connect, within a time that somebody at a terminal is ready to wait; raises what `Connection.open` raises."""
+    configure_logging("error", settings.log_format)
+    if "connect_timeout_s" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"connect_timeout_s": _CONNECT_S})
+    connection = await Connection.open(settings, name=f"{settings.prefix}-cli")
+    try:
+        yield connection, JetStreamApi(connection)
     finally:
         await connection.close()
 
@@ -85,7 +94,21 @@ def read_settings(nats: str | None, bucket: str | None) -> Settings:
 def open_console() -> Console:
     """The console on stdout; lines that go into a pipe are not cut."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH if piped else None)
+    if not piped:
+        return Console(highlight=False, markup=False, emoji=False)
+    file = cast("IO[str]", _Trimmed())
+    return Console(highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH, file=file)
+
+
+class _Trimmed:
+    """Stdout, without the blanks that fill the columns of a table up to their width."""
+
+    def write(self, text: str) -> int:
+        sys.stdout.write(_BLANKS.sub("", text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 def print_json(answer: Mapping[str, Any]) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Never
 
 import typer
 
+from parti.app.signals import leave_event
 from parti.cli.demo.command import demo
 from parti.embedded import Cluster, Server
 from parti.errors import PartiError
@@ -25,11 +22,11 @@ _BAD_INPUT = 2
 
 @app.command()
 def server(
-    port: Annotated[int | None, typer.Option(help="Client port; a free one if left out.")] = None,
+    port: Annotated[int | None, typer.Option(metavar="PORT", help="Client port; a free one if left out.")] = None,
     store_dir: Annotated[
-        Path | None, typer.Option(help="Keep the data here; a temporary directory if left out.")
+        Path | None, typer.Option(metavar="DIR", help="Keep the data here; a temporary directory if left out.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="1 for a single server, 3 for a cluster.")] = 1,
+    nodes: Annotated[int, typer.Option(metavar="N", help="1 for a single server, 3 for a cluster.")] = 1,
 ) -> None:
     """Run a NATS server with JetStream on this machine until Ctrl-C.
 
@@ -42,7 +39,7 @@ def server(
         _fail(f"--port is {port}: expected 1 to {65536 - nodes}")
     running: Server | Cluster
     running = Server(port, store_dir) if nodes == 1 else Cluster(nodes, port=port, store_dir=store_dir)
-    with _stop_signals() as stop:
+    with leave_event() as stop:  # also while the server starts, so that it always stops in order
         try:
             running.start_sync()
         except PartiError as error:
@@ -62,22 +59,6 @@ def _watch(running: Server | Cluster, stop: threading.Event) -> None:
         for each in servers:
             if not each.running:
                 _fail(f"{each.url} ended by itself; start it again, with --store-dir to keep its log", code=1)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Turn Ctrl-C and SIGTERM into an event, also while the server starts, so that it always stops in order."""
-    stop = threading.Event()
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _fail(reason: str, code: int = _BAD_INPUT) -> Never:

@@ -16,23 +16,37 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from parti.app.process import serve
+from parti.app.process import run_worker
 from parti.app.supervisor import die_with_parent
 from parti.cli.control import count, open_console, print_json, span, timestamp
-from parti.cli.options import JsonOption, NatsOption, NoWaitOption, TimeoutOption
+from parti.cli.options import (
+    JsonOption,
+    LogFormatOption,
+    LogLevelOption,
+    MetricsPortOption,
+    NatsOption,
+    NoWaitOption,
+    TimeoutOption,
+)
 from parti.cli.worker import load_named
-from parti.config import Settings, load_settings, strip_userinfo
+from parti.config import Settings, load_settings
 from parti.errors import ConfigError, NotFound
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Entry
 from parti.jobs.app import JobApp
 from parti.jobs.desk import JobDesk, Line, Picture, Queue
 from parti.model.job import BUCKET_SUFFIX, JobState, job_id
+from parti.setting_types import strip_userinfo
 from parti.telemetry.logs import configure_logging
 
 app = typer.Typer(help="Run heavy jobs under a weighted scheduler, and look at them.", no_args_is_help=True)
 
-PrefixOption = Annotated[str | None, typer.Option(help="Prefix of the deployment whose jobs these are.")]
+PrefixOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Prefix of the deployment whose jobs these are; else the setting prefix (parti)."
+    ),
+]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A job, as 'parti jobs ls' calls it.")]
 _CONNECT_S = 3.0
 _SHOWN = frozenset({JobState.RUNNING, JobState.WAITING, JobState.FAILED})
@@ -57,15 +71,15 @@ def run(
     ],
     nats: NatsOption = None,
     worker_id: Annotated[
-        str | None, typer.Option(help="Name of this worker; without it host and process id.")
+        str | None, typer.Option(metavar="ID", help="Name of this worker; without it host and process id.")
     ] = None,
-    max_capacity: Annotated[int | None, typer.Option(min=1, help="Slots for the work of jobs.")] = None,
-    profile: Annotated[str | None, typer.Option(help="Size of the machine: auto, small, medium or large.")] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics and /healthz here; 0 for any port.")
+    max_capacity: Annotated[int | None, typer.Option(metavar="N", min=1, help="Slots for the work of jobs.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="PROFILE", help="Size of the machine: auto, small, medium or large.")
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="auto, console or json.")] = None,
+    metrics_port: MetricsPortOption = None,
+    log_level: LogLevelOption = None,
+    log_format: LogFormatOption = None,
 ) -> None:
     """Run a job worker: start the same command as often as you like, on as many machines.
 
@@ -84,13 +98,7 @@ def run(
         log_level=log_level,
         log_format=log_format,
     )
-    settings = made.settings
-
-    def speak() -> None:
-        configure_logging(settings.log_level, settings.log_format)
-
-    configure_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
-    if code := asyncio.run(serve(made, on_started=speak)):
+    if code := run_worker(made):
         raise typer.Exit(code)
 
 
@@ -125,7 +133,10 @@ def ls_(
 
 @app.command()
 def top(nats: NatsOption = None, prefix: PrefixOption = None) -> None:
-    """Show the jobs with live progress bars until Ctrl-C."""
+    """Show the jobs with live progress bars until Ctrl-C.
+
+    Exit codes: 0 after Ctrl-C, 2 no terminal, no server, or no job worker has ever run here.
+    """
     console = open_console()
     if not console.is_terminal:
         raise ConfigError("'parti jobs top' draws on a terminal, and this is none; use 'parti jobs ls --json'")
@@ -261,7 +272,7 @@ def _table(lines: Sequence[Line]) -> Table:
     for title in ("slots", "try", "time"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("worker", no_wrap=True)
-    table.add_column("doing", overflow="ellipsis", no_wrap=True)
+    table.add_column("doing")  # as if it could be wrapped, so that a narrow screen takes from it first
     for line in lines:
         record = line.record
         state = Text(record.state.value, style=_STYLES[record.state])
@@ -276,7 +287,7 @@ def _table(lines: Sequence[Line]) -> Table:
             str(record.attempt),
             span(line.seconds) if record.started_s else "",
             record.worker,
-            _doing(line),
+            Text(_doing(line), overflow="ellipsis", no_wrap=True),
         )
     return table
 

@@ -9,7 +9,15 @@ import msgspec
 import typer
 
 from parti.cli.control import Control, count, listed, span
-from parti.cli.options import TIMEOUT_S, BucketOption, JsonOption, NatsOption, NoWaitOption, TimeoutOption
+from parti.cli.options import (
+    PARTITIONS_HELP,
+    TIMEOUT_S,
+    BucketOption,
+    JsonOption,
+    NatsOption,
+    NoWaitOption,
+    TimeoutOption,
+)
 from parti.cli.orders import (
     Aim,
     Answer,
@@ -28,7 +36,7 @@ from parti.model.fleet import Orders
 
 
 def move(
-    partitions: Annotated[list[str], typer.Argument(metavar="PARTITION", show_default=False)],
+    partitions: Annotated[list[str], typer.Argument(metavar="PARTITION", help=PARTITIONS_HELP, show_default=False)],
     to: Annotated[
         str | None, typer.Option(metavar="WORKER", help="Who is to own them: worker id or identity.")
     ] = None,
@@ -102,6 +110,8 @@ def _check_worker(worker: str, situation: Situation) -> None:
 
 
 def _check_orders(orders: Orders, partitions: Sequence[str], worker: str, patience: Patience) -> None:
+    if theirs := [p for p in partitions if p in orders.withheld]:
+        raise ConfigError(f"{listed(theirs)}: older consumers handle what is withheld; see 'parti migrate status'")
     if paused := [p for p in partitions if p in orders.paused]:
         raise ConfigError(
             f"{listed(paused)} {'is' if len(paused) == 1 else 'are'} paused: nobody handles what is paused; resume "

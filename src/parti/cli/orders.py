@@ -315,6 +315,8 @@ def standing(records: Records, orders: Orders) -> Iterator[str]:
     if orders.paused:
         are = "is" if len(orders.paused) == 1 else "are"
         yield f"{count(len(orders.paused), 'partition')} {are} paused ({listed(orders.paused, 3)})"
+    if orders.withheld:
+        yield f"{count(len(orders.withheld), 'partition')} with older consumers ('parti migrate status')"
     if orders.drained:
         yield f"{listed(orders.drained)} {'is' if len(orders.drained) == 1 else 'are'} drained"
     absent = [worker for worker in orders.placed.values() if worker not in records.members]
@@ -330,6 +332,7 @@ def orders_json(orders: Orders) -> dict[str, Any]:
         "drained": list(orders.drained),
         "paused": list(orders.paused),
         "hold_moves": orders.hold_moves,
+        "withheld": list(orders.withheld),
     }
 
 

@@ -9,7 +9,15 @@ import msgspec
 import typer
 
 from parti.cli.control import Control, count, listed, span
-from parti.cli.options import TIMEOUT_S, BucketOption, JsonOption, NatsOption, NoWaitOption, TimeoutOption
+from parti.cli.options import (
+    PARTITIONS_HELP,
+    TIMEOUT_S,
+    BucketOption,
+    JsonOption,
+    NatsOption,
+    NoWaitOption,
+    TimeoutOption,
+)
 from parti.cli.orders import Aim, Answer, Outcome, Patience, fell_short, follow, give_order, look, partitions_named
 from parti.coordination.orders import Change, Situation, change_orders
 from parti.core.retention import INTEREST
@@ -17,7 +25,9 @@ from parti.errors import ConfigError, NotFound
 from parti.model.fleet import Orders
 from parti.strategies import natural_order
 
-_PartitionsArgument = Annotated[list[str] | None, typer.Argument(metavar="PARTITION", show_default=False)]
+_PartitionsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="PARTITION", help=PARTITIONS_HELP, show_default=False)
+]
 
 
 def pause(
@@ -139,7 +149,9 @@ def _pause_summary(partitions: Sequence[str], aim: Aim, outcome: Outcome) -> str
 
 async def _resume(control: Control, names: Sequence[str], patience: Patience, *, everything: bool) -> Answer:
     situation = await look(control)
-    named = partitions_named(names, situation.records.claims.keys() | {*situation.orders.paused})
+    named = partitions_named(names, situation.records.claims.keys() | situation.orders.resting)
+    if theirs := [p for p in named if p in situation.orders.withheld]:
+        raise ConfigError(f"{listed(theirs)}: older consumers handle what is withheld; see 'parti migrate status'")
 
     def remove(orders: Orders) -> Orders:
         paused = () if everything else tuple(p for p in orders.paused if p not in named)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Never
 
 import typer
 from rich.console import Console
@@ -19,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import leave_event
 from parti.cli.control import count, open_console, print_json, span
 from parti.cli.options import JsonOption, NatsOption
 from parti.config import Settings, load_settings
@@ -31,10 +28,13 @@ from parti.spark.pipelines.run import STAGES, Stage, all_stages, compact, ledger
 from parti.spark.pipelines.settings import PipelineSettings, load_pipeline
 from parti.spark.pipelines.status import TableStatus, look
 from parti.spark.session import open_session
+from parti.telemetry.batch_metrics import BatchMetrics, check_metrics_file
 
 app = typer.Typer(help="Take a stream into the tables of a lake, with Spark.", no_args_is_help=True)
 
-LakeOption = Annotated[str | None, typer.Option(metavar="DIR", help="Directory of the tables.")]
+LakeOption = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Directory of the tables; else as in [pipeline] of parti.toml.")
+]
 MasterOption = Annotated[
     str | None, typer.Option(metavar="URL", help="Where Spark runs: local[4], spark://host:7077, sc://host:15002.")
 ]
@@ -45,7 +45,7 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "": 1.0}
 @app.command("run")
 def run_(
     stage: Annotated[
-        str, typer.Argument(metavar="[bronze|silver|ledger|gold|all]", help="What is brought up to date.")
+        str, typer.Argument(metavar="bronze|silver|ledger|gold|all", help="What is brought up to date.")
     ] = "all",
     once: Annotated[bool, typer.Option("--once", help="Take in what is there now, then end (the default).")] = False,
     every: Annotated[str | None, typer.Option(metavar="10s", help="Go on for ever, with a batch that often.")] = None,
@@ -66,7 +66,7 @@ def run_(
     stages = _stages(stage, settings, own)
     plan = make_plan(settings, own, stages)
     shown = Progress(open_console(), settings)
-    with _stopping() as stop:
+    with leave_event(_interrupt) as stop:
         try:
             with shown:
                 run(plan, master=master, every_s=every_s, stop=stop, report=shown.take, say=shown.say)
@@ -84,11 +84,15 @@ def status(
     lake: LakeOption = None,
     stream: Annotated[str | None, typer.Option(metavar="NAME", help="Stream that is read.")] = None,
     nats: NatsOption = None,
+    metrics: Annotated[
+        Path | None, typer.Option(metavar="FILE.prom", help="Write metrics for Prometheus' text file collector.")
+    ] = None,
 ) -> None:
     """Show each table of the lake: commits, rows, files, bytes, last batch, lag and watermark.
 
     Exit codes: 0 shown, 1 shown, but the server could not be asked, so the lag is unknown, 2 settings not all right.
     """
+    check_metrics_file(metrics)
     own, settings = _settings(nats, lake, stream)
     ends, problem = _ends(settings, own)
     if is_local(settings.lake):
@@ -96,6 +100,8 @@ def status(
     else:
         with open_session("parti-pipeline") as spark:
             rows = look(settings.lake, ends, spark)
+    if metrics is not None:
+        _write_metrics(settings.stream, rows, metrics)
     if json:
         tables = [row.as_json() for row in rows]
         print_json({"lake": settings.lake, "stream": settings.stream, "tables": tables, "problem": problem})
@@ -107,7 +113,11 @@ def status(
 
 @app.command("compact")
 def compact_(master: MasterOption = None, lake: LakeOption = None) -> None:
-    """Put small commits of all tables together; no row changes, and a killed compaction does no harm."""
+    """Put small commits of all tables together; no row changes, and a killed compaction does no harm.
+
+    Exit codes: 0 done, also when there was nothing to do, 2 settings not all right, or somebody is at work on
+    the lake.
+    """
     _, settings = _settings(None, lake, None)
     console = open_console()
     done = compact(settings, master=master, say=lambda text: console.print(text, style="dim"))
@@ -160,22 +170,19 @@ def _ends(settings: PipelineSettings, own: Settings) -> tuple[dict[str, int], st
     return ends, None
 
 
-@contextmanager
-def _stopping() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM end the run in good order; a second one ends it at once."""
-    stop = threading.Event()
+def _write_metrics(stream: str, rows: list[TableStatus], path: Path) -> None:
+    """What there is to alarm somebody with; a lag that is unknown is left out."""
+    found = BatchMetrics()
+    for row in rows:
+        found.pipeline_rows.set(row.rows, stream, row.name)
+        if row.lag is not None:
+            found.pipeline_lag.set(row.lag, stream, row.name)
+    found.pipeline_looked.set(time.time(), stream)
+    found.write(path)
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt() -> Never:
+    raise KeyboardInterrupt
 
 
 # ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────

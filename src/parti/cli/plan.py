@@ -44,7 +44,7 @@ def plan(
         list[str] | None, typer.Option(metavar="WORKER", help="As if this one were gone for good; may be repeated.")
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help=f"Instead of the one in the settings: {', '.join(STRATEGY_NAMES)}.")
+        str | None, typer.Option(metavar="NAME", help=f"Instead of the rebalancer's: {', '.join(STRATEGY_NAMES)}.")
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="List every worker and every partition that moves.")] = False,
     json: JsonOption = False,

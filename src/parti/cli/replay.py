@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from parti.app.app import App
 from parti.app.replay import Outcome, Replay, Request, Rounds, Standing
+from parti.app.signals import exit_at_once, on_leave_signals
 from parti.cli.control import count, listed, open_console, print_json, span
 from parti.cli.options import BucketOption, JsonOption, NatsOption
 from parti.cli.worker import load_app
@@ -39,7 +40,8 @@ MasterOption = Annotated[
     str | None, typer.Option(metavar="URL", help="Where Spark runs: local[4], spark://host:7077, sc://host:15002.")
 ]
 PyFilesOption = Annotated[
-    str | None, typer.Option(metavar="FILES", help="Modules that a cluster needs for the handler, by commas.")
+    str | None,
+    typer.Option(metavar="FILES", help="Modules that a cluster needs for the handler, with commas between."),
 ]
 UntilOption = Annotated[
     str, typer.Option(metavar="latest|SEQ|TIME", help="What comes before this is handled, and nothing else.")
@@ -55,7 +57,8 @@ def run_(
         str | None, typer.Option(metavar="P,P,...", help="Which partitions, with commas between.")
     ] = None,
     all_of: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="All with this key; repeated: see below.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="All that have this value for this key; may be repeated, see above."),
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="Every partition.")] = False,
     until: UntilOption = "latest",
@@ -63,9 +66,15 @@ def run_(
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="Call this with Arrow batches instead of the app's handler."),
     ] = None,
-    name: Annotated[str, typer.Option(help="Of this replay; whoever comes back with it goes on.")] = "spark",
-    round: Annotated[int, typer.Option(min=1, help="Messages that are handled in one Spark job, about.")] = 100_000,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Wait for the partitions no longer than this.")] = 60.0,
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Of this replay; whoever comes back with it goes on.")
+    ] = "spark",
+    round: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Messages that are handled in one Spark job, about.")
+    ] = 100_000,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1.0, help="Wait for the partitions no longer than this.")
+    ] = 60.0,
     master: MasterOption = None,
     py_files: PyFilesOption = None,
     json: JsonOption = False,
@@ -115,19 +124,11 @@ def run_(
 
 
 async def _run(replay: Replay, open_rounds: Callable[[], Rounds]) -> Outcome:
-    loop = asyncio.get_running_loop()
-    asked = False
-
-    def on_signal(number: signal.Signals) -> None:
-        nonlocal asked
-        if asked:
-            os._exit(128 + number)
-        asked = True
+    def leave(number: signal.Signals) -> None:
         typer.echo("parti: ending: running handlers finish, and the partitions go back", err=True)
         replay.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+    on_leave_signals(leave, exit_at_once)
     return await replay.run(open_rounds)
 
 
@@ -289,7 +290,9 @@ def table(
     output: Annotated[str, typer.Option(metavar="DIR", help="The new table, for example lake/totals.")],
     schema: Annotated[str, typer.Option(metavar="DDL", help="Its columns, such as 'tool string, total double'.")],
     batch: Annotated[bool, typer.Option("--batch", help="The function takes and returns Arrow batches.")] = False,
-    subject: Annotated[str, typer.Option(help="Template of the subjects, such as dc.{tool}.{chamber}.done.")] = "",
+    subject: Annotated[
+        str, typer.Option(metavar="SUBJECT", help="Template of the subjects, such as dc.{tool}.{chamber}.done.")
+    ] = "",
     since: Annotated[str, typer.Option("--from", metavar="earliest|SEQ|TIME", help="Where to begin.")] = "earliest",
     until: UntilOption = "latest",
     master: MasterOption = None,

@@ -27,9 +27,11 @@ def sim(
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="How many seeds to run.")] = 200,
     seed: Annotated[int | None, typer.Option(metavar="S", min=0, help="Run this one seed only.")] = None,
     first: Annotated[int, typer.Option(metavar="S", min=0, help="The first seed.")] = 1,
-    bug: Annotated[str | None, typer.Option(help=f"Plant a bug that must be found: {', '.join(BUGS)}.")] = None,
+    bug: Annotated[
+        str | None, typer.Option(metavar="BUG", help=f"Plant a bug that must be found: {', '.join(BUGS)}.")
+    ] = None,
     retention: Annotated[
-        str | None, typer.Option(help=f"Only streams with this retention: {', '.join(RETENTIONS)}.")
+        str | None, typer.Option(metavar="NAME", help=f"Only streams with this retention: {', '.join(RETENTIONS)}.")
     ] = None,
     processes: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Processes to run in; one for each core if left out.")

@@ -29,10 +29,11 @@ from parti.cli.control import (
 )
 from parti.cli.options import BucketOption, JsonOption, NatsOption
 from parti.cli.orders import orders_json, read_all, standing
-from parti.cli.workers import WorkerRow, worker_rows, worker_table
+from parti.cli.workers import worker_table
 from parti.config import Settings
 from parti.coordination.orders import Situation, watch_situation
 from parti.coordination.records import Records
+from parti.coordination.worker_rows import WorkerRow, worker_rows
 from parti.core.fleet_report import FleetReport
 from parti.core.fleet_view import FleetState
 from parti.errors import ConfigError
@@ -47,6 +48,7 @@ _BY_WEIGHT = (
         "owns",
         "moving",
         "load",
+        "standby",
         "msg/s",
         "failures",
         "heartbeat",
@@ -284,7 +286,9 @@ def _head(picture: Picture) -> Table:
     head.add_row("rebalancer", _leader_text(leader, picture.at) if leader else Text("none", style="bold red"))
     states = Counter(row.shown_state for row in picture.rows)
     by_state = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
-    head.add_row("workers", f"{len(picture.rows):,}{': ' + by_state if by_state else ''}")
+    waiting_by = sum(len(row.standbys) for row in picture.rows)
+    standby = f"; {waiting_by:,} standing by" if waiting_by else ""
+    head.add_row("workers", f"{len(picture.rows):,}{': ' + by_state if by_state else ''}{standby}")
     numbers = picture.partitions
     unowned = numbers["unowned"]
     preparing = f"{numbers['preparing']:,} preparing to move, " if numbers["preparing"] else ""
@@ -310,6 +314,8 @@ def _orders_said(orders: Orders) -> Iterator[str]:
         yield f"{listed(orders.drained)} to own nothing"
     if orders.paused:
         yield f"{count(len(orders.paused), 'partition')} paused ({listed(orders.paused, 3)})"
+    if orders.withheld:
+        yield f"{count(len(orders.withheld), 'partition')} with older consumers ({listed(orders.withheld, 3)})"
     if orders.placed:
         yield f"{count(len(orders.placed), 'partition')} placed ({listed(natural_order(orders.placed), 3)})"
 
@@ -404,6 +410,7 @@ def _row_json(row: WorkerRow) -> dict[str, Any]:
         "coming": report.coming,
         "load": report.load,
         "load_share": report.load_share,
+        "standby": len(row.standbys),
         "capacity": member.capacity if member else None,
         "finished": health.finished if health else None,
         "rate": health.rate if health else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import socket
@@ -14,8 +13,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from parti.app.app import App
-from parti.app.process import serve
+from parti.app.process import run_worker
 from parti.app.supervisor import die_with_parent, own_slot, supervise
+from parti.cli.options import LogFormatOption, LogLevelOption, MetricsPortOption, NatsOption
 from parti.config import Settings
 from parti.errors import ConfigError, HandlerMissing
 from parti.telemetry.logs import configure_logging
@@ -27,22 +27,31 @@ def worker(
     target: Annotated[
         str, typer.Argument(metavar="MODULE:APP", help="Where the app is, for example orders.main:app.")
     ],
-    nats: Annotated[str | None, typer.Option(help="Server URL, or several with commas between.")] = None,
+    nats: NatsOption = None,
     worker_id: Annotated[
-        str | None, typer.Option(help="Insist on this worker id; without it the lowest free one is taken.")
+        str | None,
+        typer.Option(metavar="ID", help="Insist on this worker id; without it the lowest free one is taken."),
     ] = None,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby", help="Share --worker-id with other processes: one holds it and works, the others stand by."
+        ),
+    ] = False,
     identity: Annotated[
-        str | None, typer.Option(help="Name of host or pod; gets its worker id and partitions back after a restart.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Name of host or pod; gets its worker id and partitions back after a restart."
+        ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Run this many worker processes and restart those that die.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Run this many worker processes and restart those that die."),
     ] = None,
     solo: Annotated[bool, typer.Option("--solo", help="Take part in no fleet: read all partitions alone.")] = False,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics and /healthz here; 0 for any port.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="auto, console or json.")] = None,
+    metrics_port: MetricsPortOption = None,
+    log_level: LogLevelOption = None,
+    log_format: LogFormatOption = None,
 ) -> None:
     """Run a worker: start the same command as often as you like, and the workers share the partitions.
 
@@ -54,6 +63,7 @@ def worker(
     options: dict[str, Any] = {
         "nats": nats,
         "worker_id": worker_id,
+        "standby": True if standby else None,
         "identity": identity,
         "metrics_port": metrics_port,
         "log_level": log_level,
@@ -65,31 +75,24 @@ def worker(
         options |= {"identity": slot.identity, "metrics_port": slot.metrics_port, "owner_token": slot.owner_token}
     app = load_app(target)
     made = app.worker(**options)
-    settings = made.settings
     if processes is not None:
-        raise typer.Exit(_supervise(processes, target, options, settings))
-
-    def speak() -> None:
-        configure_logging(settings.log_level, settings.log_format)
-
-    # A worker that cannot start says so in one line; what led there is only of interest to who asked for it.
-    configure_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
-    code = asyncio.run(serve(made, on_started=speak))
-    if code:
+        raise typer.Exit(_supervise(processes, target, options, made.settings))
+    if code := run_worker(made):
         raise typer.Exit(code)
 
 
 def _supervise(processes: int, target: str, options: Mapping[str, object], settings: Settings) -> int:
-    if processes > 1 and settings.worker_id is not None:
+    if processes > 1 and settings.worker_id is not None and not settings.standby:
         raise ConfigError(
             f"worker_id={settings.worker_id!r} cannot be shared by {processes} processes; leave it out, or use "
-            f"--identity"
+            f"--identity, or let all but one of them stand by with --standby"
         )
     if processes > 1 and not settings.fleet:
         raise ConfigError(f"{processes} processes cannot each read everything alone; leave out --solo (fleet=false)")
     configure_logging(settings.log_level, settings.log_format)
     # Identity and port come from the slot.
-    shared = {k: v for k, v in options.items() if v is not None and k not in {"identity", "metrics_port", "fleet"}}
+    apart = {"identity", "metrics_port", "fleet", "standby"}
+    shared = {k: v for k, v in options.items() if v is not None and k not in apart}
     environment = dict(os.environ)
     if settings.metrics_port is not None:
         environment["PARTI_METRICS_PORT"] = str(settings.metrics_port)
@@ -99,6 +102,7 @@ def _supervise(processes: int, target: str, options: Mapping[str, object], setti
             *(sys.executable, "-P", "-m", "parti", "worker", target),
             *(f"--{name.replace('_', '-')}={value}" for name, value in shared.items()),
             *([] if settings.fleet else ["--solo"]),
+            *(["--standby"] if settings.standby else []),
         ],
         processes=processes,
         identity=settings.identity or socket.gethostname().replace(".", "-"),
@@ -132,6 +136,10 @@ def load_named(target: str, kind: type[_T], called: str) -> _T:
         raise HandlerMissing(f"module {module_name!r} fails on import: {type(error).__name__}: {error}") from error
     app = getattr(module, name, None)
     if not isinstance(app, kind):
-        found = "has nothing named" if app is None else f"has a {type(app).__name__}, not a {called}, named"
+        found = "has nothing named" if app is None else f"has {_a(type(app).__name__)}, not a {called}, named"
         raise HandlerMissing(f"module {module_name!r} {found} {name!r}; expected {name} = {called}(...)")
     return app
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"

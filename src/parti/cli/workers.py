@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,9 +29,9 @@ from parti.cli.options import BucketOption, JsonOption, NatsOption
 from parti.cli.orders import read_all
 from parti.coordination.orders import Situation
 from parti.coordination.records import Records
-from parti.core.fleet_report import WorkerReport
+from parti.coordination.worker_rows import WorkerRow, worker_rows
 from parti.errors import ConfigError
-from parti.model.fleet import Claim, MemberRecord, Orders
+from parti.model.fleet import Claim, MemberRecord, StandbyRecord
 from parti.strategies import natural_key
 
 _SECRET = "token"
@@ -42,7 +41,7 @@ _LONGEST_TEXT = 40
 
 def workers(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Worker id or identity: that one in detail.")
+        str | None, typer.Argument(metavar="NAME", help="Worker id or identity: that one in detail.")
     ] = None,
     json: JsonOption = False,
     nats: NatsOption = None,
@@ -73,78 +72,6 @@ def workers(
         print_json(_detail_json(settings.bucket, row, records))
     else:
         _print_detail(open_console(), row, records)
-
-
-# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
-    """A worker at the moment of looking."""
-
-    report: WorkerReport
-    roles: tuple[str, ...]
-    """What it leads."""
-    now: datetime
-    drained: bool = False
-    """Operators want it to own nothing."""
-    placed: int = 0
-    """Partitions that operators have placed on it."""
-
-    @property
-    def worker(self) -> str:
-        """Its id."""
-        return self.report.worker
-
-    @property
-    def state(self) -> str:
-        """`gone`, `draining` or `away` by its lease, `drained` by an order, else what it says itself."""
-        member, health = self.report.member, self.report.health
-        if member is None:
-            return "gone"
-        if member.state != "active":
-            return member.state
-        if self.drained:
-            return "drained"
-        return health.state if health and health.state else "starting"
-
-    @property
-    def heartbeat_age_s(self) -> float | None:
-        """Time since it said something, if both clocks agree."""
-        health = self.report.health
-        return (self.now - health.at).total_seconds() if health else None
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why it is unhealthy."""
-        return self.report.health.problems if self.report.health else ()
-
-    @property
-    def shown_state(self) -> str:
-        """Its state as people see it: what ails a worker is more than what it does."""
-        return "unhealthy" if self.problems and self.state not in {"gone", "degraded"} else self.state
-
-    @property
-    def style(self) -> str:
-        """Colour of its state."""
-        if self.shown_state in {"gone", "degraded", "unhealthy"}:
-            return "bold red"
-        return "green" if self.state == "stable" else "yellow"
-
-
-def worker_rows(records: Records, now: datetime, orders: Orders | None = None) -> list[WorkerRow]:
-    """One row for each worker that is here, or that still owns something."""
-    drained, placed = (orders.drained, Counter(orders.placed.values())) if orders else ((), Counter[str]())
-    return [
-        WorkerRow(each, _roles(records, each.worker), now, each.worker in drained, placed[each.worker])
-        for each in records.report().workers
-    ]
-
-
-def _roles(records: Records, worker: str) -> tuple[str, ...]:
-    member = records.members.get(worker)
-    # The token tells this process from an earlier one with the same id, whose lease of a role has not yet ended.
-    return tuple(role for role, held in records.leaders.items() if member and held.token == member.token)
 
 
 def _find(name: str, rows: Sequence[WorkerRow], records: Records) -> WorkerRow:
@@ -221,6 +148,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("worker", lambda row: row.worker),
     Column("state", lambda row: row.shown_state),
     Column("leads", lambda row: ", ".join(row.roles)),
+    Column("standby", lambda row: str(len(row.standbys)) if row.standbys else "", right=True),
     Column("owns", lambda row: f"{row.report.owned:,}", right=True),
     Column("moving", _changing, right=True),
     Column("load", _load, right=True),
@@ -249,7 +177,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("problems", lambda row: "; ".join(row.problems)),
 )
 _BY_WEIGHT = (
-    *("worker", "state", "owns", "moving", "load", "identity", "host:pid", "version", "started", "leads", "capacity"),
+    *("worker", "state", "owns", "moving", "load", "standby", "identity", "host:pid", "version", "started", "leads"),
+    *("capacity",),
     *("heartbeat", "pulling", "finished", "msg/s", "failures", "dead letters", "busy", "applied", "subjects"),
     *("weight", "failing", "updates", "skipped", "lease", "incarnation", "service", "client", "problems"),
 )
@@ -337,6 +266,7 @@ def _facts(row: WorkerRow) -> list[tuple[str, str]]:
             ("takes", f"{count(member.capacity, 'partition')} at most, weight {member.weight:g}"),
             ("process", f"{member.pid} on {member.host}, parti {member.version}, started {_age(row)} ago"),
             ("identity", member.identity),
+            ("standby", "\n".join(_standby_text(each, row.now) for each in row.standbys)),
             ("incarnation", str(member.incarnation)),
             ("lease", f"{member.ttl_seconds:g} s"),
             ("service", member.service),
@@ -359,6 +289,11 @@ def _facts(row: WorkerRow) -> list[tuple[str, str]]:
         ("updates", updates),
         ("problems", "\n".join(health.problems)),
     ]
+
+
+def _standby_text(standby: StandbyRecord, now: datetime) -> str:
+    since = span((now - standby.since).total_seconds())
+    return f"process {standby.pid} on {standby.host}, parti {standby.version}, rank {standby.rank}, since {since}"
 
 
 def _orders_text(row: WorkerRow) -> str:
@@ -406,6 +341,7 @@ def _row_json(row: WorkerRow) -> dict[str, Any]:
         "leaving": report.leaving,
         "coming": report.coming,
         "heartbeat_age_s": row.heartbeat_age_s,
+        "standby": [_record_json(each) for each in row.standbys],
         "member": _record_json(report.member) if report.member else None,
         "health": _record_json(report.health) if report.health else None,
     }

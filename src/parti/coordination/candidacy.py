@@ -9,8 +9,9 @@ from typing import Any
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Election, Office
 from parti.coordination.fleet_parts import FleetParts, Memory
+from parti.coordination.history import History
 from parti.coordination.lease import clock
-from parti.coordination.mirror_trimming import Trimmer
+from parti.coordination.mirror_keeping import MirrorKeeper
 from parti.coordination.rebalancer import Rebalancer, RebalancerParts
 from parti.coordination.roles import clean_up, monitor
 from parti.coordination.sources import SourceContext, SourceReader
@@ -66,10 +67,10 @@ class Candidacy:
             await monitor(self._plane, metrics)
         elif office.role == "cleanup":
             parts = self._parts
-            trimmer = Trimmer(parts.api, self._plane.bucket, parts.settings, parts.stream, self._plane.members)
+            keeper = MirrorKeeper(parts.api, self._plane.bucket, parts.settings, parts.stream, self._plane.members)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(clean_up(self._plane, office, parts.stream, self._fleet.prefix))
-                tasks.create_task(trimmer.run())
+                tasks.create_task(keeper.run())
         else:
             await self._rebalance(office)
 
@@ -100,6 +101,7 @@ class Candidacy:
             load_window_s=s.load_window_s if learns_loads(parts.strategy) else 0.0,
         )
         context = SourceContext(parts.api, self._plane.bucket, parts.stream, parts.template)
+        bucket = self._plane.bucket.name
         return RebalancerParts(
             self._plane,
             parts.stream,
@@ -115,4 +117,7 @@ class Candidacy:
             s.for_system_account() if s.has_system_account else None,
             s.takeover_on_disconnect,
             after_outage=after_outage,
+            history=History(parts.api, bucket, parts.metrics.history_lost, replicas=s.replicas)
+            if s.history
+            else None,
         )

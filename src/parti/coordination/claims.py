@@ -71,7 +71,9 @@ class ClaimStore:
         self._fence += 1
         return self._fence
 
-    def given(self, owner: str, incarnation: int, estate: Estate, *, reason: str, home: str = "") -> Claim:
+    def given(
+        self, owner: str, incarnation: int, estate: Estate, *, reason: str, cause: str = "", home: str = ""
+    ) -> Claim:
         """The claim that makes somebody the owner of what the last one left behind; `home`: who lends it."""
         return Claim(
             owner=owner,
@@ -86,6 +88,7 @@ class ClaimStore:
             deaths=estate.deaths,
             term=self._office.term,
             reason=reason,
+            cause=cause,
             home=home,
         )
 

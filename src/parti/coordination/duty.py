@@ -50,6 +50,19 @@ class ReadingSide(WorkerConsumerUpdater, Protocol):
         """Fields of `HealthRecord` that the reading side knows."""
 
 
+class StandbySide(Protocol):
+    """What the manager needs of the reading side of a process that stands by, or may have to step down."""
+
+    def stand_by(self, worker_id: str, *, alive: bool, replaced: bool) -> None:
+        """This process waits for a worker id. Told again and again.
+
+        `alive`: somebody else holds it firmly. `replaced`: somebody else has held it since this process did.
+        """
+
+    async def hand_over(self) -> None:
+        """Start nothing more, let running handlers finish, store the positions: the worker id is about to go."""
+
+
 class Duty:
     """What one holding of a worker id has been told, and how far that has got.
 
@@ -93,6 +106,12 @@ class Duty:
     def end(self) -> None:
         """The worker id is lost."""
         self.begun = self._applied = None
+
+    async def give_up(self) -> None:
+        """Nothing is owned any more, and the application is told so."""
+        old, self._told, self.partitions = self._told, (), ()
+        if old:
+            await self._call_hooks(self._hooks.on_assignment_changed, (old, ()))
 
     def offer(self, assignment: Assignment) -> None:
         """Take in an assignment for this holding of the id."""

@@ -13,7 +13,7 @@ import structlog
 from parti.coordination.lease import Lease, clock
 from parti.core.fleet_view import Decision
 from parti.core.lease import LeaseTerms
-from parti.errors import ControlPlaneReset, LeaseLost, PartiError
+from parti.errors import ControlPlaneReset, LeaseLost, PartiError, PermissionDenied
 from parti.jetstream.kv import Bucket, Entry, Write
 from parti.model.fleet import LeaderRecord, Role, decode, encode, key_of
 
@@ -22,6 +22,8 @@ _log = structlog.get_logger("parti.election")
 RENEW_SHARE = 0.75
 _LOOK_AGAIN_S = 2.0
 """How often a candidate looks by itself: the watch that should wake it is only a hint."""
+_DENIED_S = 30.0
+"""Between two tries of somebody whom the server does not let be elected."""
 
 
 class Office:
@@ -94,6 +96,7 @@ class Election:
         self._serve = serve
         self._floor = floor
         self._news = asyncio.Event()
+        self._denied = False
 
     def hint(self) -> None:
         """The key of this role changed: look at it."""
@@ -123,6 +126,12 @@ class Election:
                     return office
             except LeaseLost:
                 pass
+            except PermissionDenied as error:
+                # It works all the same, for a rebalancer that another one is; the server may grant it some day.
+                if not self._denied:
+                    _log.error("this user may not be elected; set may_lead=false", role=self.role, error=str(error))
+                self._denied = True
+                await asyncio.sleep(_DENIED_S)
             except PartiError as error:
                 _log.debug("cannot stand for a role now", role=self.role, error=str(error))
             try:

@@ -5,8 +5,10 @@ The manager knows nothing of consumers and handlers. It tells the reading side w
 side tells it what has been applied.
 
     claim an id ──> watch and heartbeat ──> stop: drain, leave
+    or stand by             │
          ^                  │
-         └── lease lost, or control plane was reset: nothing may be started, until an id is held again
+         ├── lease lost, or control plane was reset: nothing may be started, until an id is held again
+         └── stepped down for somebody who stands by: what ran is finished and stored
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ import structlog
 
 from parti.coordination.candidacy import Candidacy
 from parti.coordination.control_plane import ControlPlane, agree
-from parti.coordination.duty import Duty, ReadingSide
+from parti.coordination.duty import Duty, ReadingSide, StandbySide
 from parti.coordination.fleet_parts import FleetParts, Memory
 from parti.coordination.hooks import Hooks, call_hooks
 from parti.coordination.lease import clock
+from parti.coordination.standby_notice import StandbyNotice
 from parti.coordination.standing import Standing
 from parti.coordination.worker_ids import Profile, Seat, WorkerIds
 from parti.core.fleet_view import FleetState
 from parti.core.lease import NEVER_S
 from parti.core.worker_ids import Applicant
-from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
+from parti.errors import ControlPlaneReset, LeaseLost, PartiError, SteppedDown, WrongRevision
 from parti.jetstream.connection import ConnectionState
 from parti.jetstream.kv import Entry
 from parti.jetstream.system_events import client_ref
@@ -51,21 +54,33 @@ from parti.version import __version__
 
 _log = structlog.get_logger("parti.manager")
 _RETRY_S = 0.5
+_SUCCESSOR_TTLS = 3
+"""For how long, in lengths of a lease, an id waits for somebody who stands by."""
+_AFTER_RESET_TTLS = 2
+"""Within one of them whoever held the id has noticed that the bucket is another one, and takes it at once."""
 
 
 class Manager:
     """Takes part in the fleet from `start` to `stop`."""
 
     def __init__(
-        self, parts: FleetParts, reading: ReadingSide, hooks: Hooks, *, service: str = "", guest: bool = False
+        self,
+        parts: FleetParts,
+        reading: ReadingSide,
+        hooks: Hooks,
+        *,
+        service: str = "",
+        guest: bool = False,
+        standby: StandbySide | None = None,
     ) -> None:
-        """`guest`: own nothing but what is placed on this worker id."""
+        """`guest`: own nothing but what is placed on this worker id. `standby`: share it with others that wait."""
         self._parts = parts
         self._settings = parts.settings
         self._reading = reading
         self._hooks = hooks
         self._service = service
         self._guest = guest
+        self._standby = standby
         token = parts.settings.owner_token
         self._token = token.get_secret_value() if token else uuid.uuid4().hex
         self._standing = Standing(parts.metrics, parts.health, hooks, lambda: self.worker_id)
@@ -81,6 +96,9 @@ class Manager:
         self._beat = asyncio.Event()
         self._renew_now = False
         self._stopping = False
+        self._successor = asyncio.Event()
+        self._yields_until_s = NEVER_S
+        self._notice: asyncio.Task[None] | None = None
         self._candidacy: Candidacy | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -119,9 +137,15 @@ class Manager:
     # ── start and stop ────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        """Take an id and begin; raises when there is no id to be had or the bucket cannot be used."""
+        """Take an id and begin; raises when there is no id to be had or the bucket cannot be used.
+
+        Whoever stands by has no id yet on return.
+        """
         self._parts.connection.on_state(self._on_connection)
-        await self._sit_down()
+        if self._standby:
+            await self._open()
+        else:
+            await self._sit_down()
         self._running = asyncio.create_task(self._run())
 
     async def wait_assigned(self) -> None:
@@ -135,7 +159,7 @@ class Manager:
         if seat is None or not seat.lease.held:
             return
         self._standing.set(FleetState.DRAINING, "leaving")
-        if not (seat.record.identity and self._settings.rejoin_s):
+        if not (seat.record.identity and self._settings.rejoin_s) and not self._standby:
             # Somebody who is expected back keeps its partitions; others give them away.
             seat.describe(state="draining")
         self._renew_now = True
@@ -150,10 +174,12 @@ class Manager:
         if self._running:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+        if self._notice:
+            await asyncio.gather(self._notice, return_exceptions=True)
         seat, left = self._seat, True
         if seat:
             self._seat = None
-            left = await seat.leave(back_within_s=self._settings.rejoin_s)
+            left = await self._leave(seat)
         if self._over:
             self._over.cancel()
         self._reading.permit(NEVER_S)
@@ -161,12 +187,39 @@ class Manager:
         await self._standing.told(self._settings.drain_timeout_s)
         return left
 
+    def step_down(self, reason: str) -> None:
+        """Somebody who stands by is to take over: finish what runs, then give the id away and stand by."""
+        if self._seat and self._standby and not self._stopping and not self._successor.is_set():
+            _log.info("steps down", worker=self.worker_id, reason=reason)
+            self._successor.set()
+
+    def lapse(self) -> None:
+        """Count the lease as over, as after a standstill that outlasted it: nothing is started until it is renewed.
+
+        For `parti.testing`; no part of the public API.
+        """
+        if self._seat:
+            self._seat.lease.ends_at_s = NEVER_S
+        self._reading.permit(NEVER_S)
+
+    async def _leave(self, seat: Seat) -> bool:
+        s = self._settings
+        if self._standby:
+            # Whoever stands by takes over with all partitions; should nobody be there, others get them then.
+            return await seat.leave(back_within_s=_SUCCESSOR_TTLS * s.lease_ttl_s, successor=True)
+        return await seat.leave(back_within_s=s.rejoin_s)
+
+    async def _open(self) -> ControlPlane:
+        parts, settings = self._parts, self._settings
+        plane = await ControlPlane.open(parts.connection, parts.api, settings.bucket, replicas=settings.replicas)
+        self._fleet = await self._found(plane)
+        return plane
+
     async def _sit_down(self) -> None:
         """Open the bucket, take an id and tell the reading side."""
         parts, settings = self._parts, self._settings
         self._standing.set(FleetState.CLAIMING_ID, "needs a worker id")
-        plane = await ControlPlane.open(parts.connection, parts.api, settings.bucket, replicas=settings.replicas)
-        self._fleet = await self._found(plane)
+        plane = await self._open()
         ids = WorkerIds(
             plane.bucket,
             lambda: plane.read("ids.>"),
@@ -174,7 +227,10 @@ class Manager:
             max_workers=settings.max_workers,
         )
         applicant = Applicant(self._token, settings.identity or "", settings.worker_id, self._last_id)
-        seat = await ids.take(applicant, self._profile(), floor=self._memory.floor)
+        if self._standby:
+            seat = await self._await_turn(ids, applicant, plane)
+        else:
+            seat = await ids.take(applicant, self._profile(), floor=self._memory.floor)
         self._memory.knows(seat.incarnation)
         self._plane, self._seat = plane, seat
         self._last_id = seat.worker_id
@@ -186,6 +242,32 @@ class Manager:
         _log.info(
             "holds a worker id", worker=seat.worker_id, incarnation=seat.incarnation, identity=settings.identity
         )
+
+    async def _await_turn(self, ids: WorkerIds, applicant: Applicant, plane: ControlPlane) -> Seat:
+        """Stand by until this process has the worker id, and let people see that it does."""
+        assert applicant.fixed
+        s, profile = self._settings, self._profile()
+        notice = StandbyNotice(plane.bucket, applicant.fixed, profile, rank=s.standby_rank, ttl_s=s.lease_ttl_s)
+        self._notice = asyncio.create_task(notice.keep())
+        try:
+            return await ids.stand_by(
+                applicant,
+                profile,
+                floor=self._memory.floor,
+                rank=s.standby_rank,
+                yields_until_s=self._yields_until_s,
+                on_look=self._stands_by,
+                check=plane.check,
+            )
+        finally:
+            self._notice.cancel()  # it is removed meanwhile: the id comes first
+
+    def _stands_by(self, alive: bool, replaced: bool) -> None:
+        assert self._settings.worker_id
+        assert self._standby
+        if alive:
+            self._standing.set(FleetState.STANDBY, "another process holds the worker id")
+        self._standby.stand_by(self._settings.worker_id, alive=alive, replaced=replaced)
 
     async def _found(self, plane: ControlPlane) -> FleetRecord:
         """Make sure that the bucket is this fleet's; the first one to come says what the fleet is."""
@@ -227,10 +309,15 @@ class Manager:
                 assert self._plane
                 await self._attend(self._seat, self._plane)
             except ControlPlaneReset as error:
+                if self._seat is None:
+                    # Whoever held the id has the positions in memory: it should be the first to have it again.
+                    self._yields_until_s = clock() + _AFTER_RESET_TTLS * self._settings.lease_ttl_s
                 self._note_reset()
                 await self._stand_up(error)
             except LeaseLost as error:
                 await self._stand_up(await self._why_lost(error))
+            except SteppedDown:
+                await self._give_away()
             except PartiError as error:
                 await self._stand_up(error)
                 await asyncio.sleep(_RETRY_S)
@@ -238,6 +325,28 @@ class Manager:
                 _log.exception("a mistake in parti or in a hook; starting over")
                 await self._stand_up(error)
                 await asyncio.sleep(_RETRY_S)
+
+    async def _give_away(self) -> None:
+        """What ran is finished and stored: whoever stands by may have the id."""
+        seat, self._seat = self._seat, None
+        self._reading.permit(NEVER_S)
+        self._duty.end()
+        self._successor.clear()
+        self._duty.stopping = self._stopping
+        # Should nobody come, this process takes the id again before it counts as gone.
+        self._yields_until_s = clock() + self._settings.lease_ttl_s
+        if seat:
+            await self._leave(seat)
+
+    async def _hand_over(self) -> None:
+        """Wait to be told to step down, and finish what runs; the lease is renewed meanwhile."""
+        await self._successor.wait()
+        assert self._standby
+        self._duty.stopping = True
+        self._standing.set(FleetState.DRAINING, "somebody who stands by takes over")
+        await self._standby.hand_over()
+        await self._duty.give_up()
+        raise SteppedDown("another process takes over")
 
     def _note_reset(self) -> None:
         self._memory.was_reset = True
@@ -257,9 +366,9 @@ class Manager:
     async def _stand_up(self, error: Exception) -> None:
         """Nothing may be started any more until an id is held again."""
         self._reading.permit(NEVER_S)
-        self._seat = None
+        seat, self._seat = self._seat, None
         self._duty.end()
-        _log.error("stopped handling", reason=str(error))
+        _log.error("stopped handling" if seat else "still has no worker id", reason=str(error))
         self._standing.set(FleetState.DEGRADED, str(error))
         await call_hooks(self._hooks.on_error, (error,), worker_id=self.worker_id, metrics=self._parts.metrics)
 
@@ -283,13 +392,15 @@ class Manager:
             on_reset=on_reset,
         )
         assert self._fleet
-        self._candidacy = Candidacy(self._parts, plane, seat, self._fleet, self._memory)
+        if self._settings.may_lead:
+            self._candidacy = Candidacy(self._parts, plane, seat, self._fleet, self._memory)
         tasks: list[asyncio.Future[Any]] = [
             reset,
             asyncio.ensure_future(watch.start()),
             asyncio.ensure_future(self._keep_beating(seat, plane)),
+            asyncio.ensure_future(self._hand_over()),
             *(asyncio.ensure_future(each) for each in self._duty.runs()),
-            *(asyncio.ensure_future(each) for each in self._candidacy.runs()),
+            *(asyncio.ensure_future(each) for each in (self._candidacy.runs() if self._candidacy else ())),
         ]
         watching = tasks[1]
         try:
@@ -419,7 +530,8 @@ class Manager:
         if self._stopping or self._seat is None or not self._seat.lease.held:
             return
         if self._leader is None:
-            self._standing.set(FleetState.ELECTION, "there is no rebalancer")
+            needed = "" if self._settings.may_lead else ", and this worker may not be it (may_lead=false)"
+            self._standing.set(FleetState.ELECTION, f"there is no rebalancer{needed}")
         elif not self._duty.began_under(self._seat.incarnation):
             self._standing.set(FleetState.WAITING, "has no assignment yet")
         else:

@@ -52,7 +52,7 @@ class Situation:
             return
         try:
             if key == KEY:
-                self.orders, self.revision = _orders_in(entry), entry.revision
+                self.orders, self.revision = orders_in(entry), entry.revision
             else:
                 self.fleet = decode(entry.value, FleetRecord) if entry.value else None
         except (ConfigError, msgspec.ValidationError, msgspec.DecodeError):
@@ -65,11 +65,16 @@ async def read_situation(plane: ControlPlane) -> Situation:
 
 
 def watch_situation(
-    plane: ControlPlane, on_entry: Callable[[str, Entry], None], on_reset: Callable[[str], None]
+    plane: ControlPlane,
+    on_entry: Callable[[str, Entry], None],
+    on_reset: Callable[[str], None],
+    on_synced: Callable[[], None] = lambda: None,
 ) -> Watch:
     """A watch of the same; the caller starts and stops it."""
     keys = (*KEYS, KEY, _FLEET)
-    return Watch(plane.connection, plane.api, plane.bucket.name, keys, on_entry, on_reset=on_reset)
+    return Watch(
+        plane.connection, plane.api, plane.bucket.name, keys, on_entry, on_reset=on_reset, on_synced=on_synced
+    )
 
 
 # ── changing them ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -95,7 +100,7 @@ async def change_orders(bucket: Bucket, change: Callable[[Orders], Orders]) -> C
     failures: Counter[type[PartiError]] = Counter()
     while True:
         entry = await bucket.get(KEY)
-        before, revision = (_orders_in(entry), entry.revision) if entry else (Orders(), 0)
+        before, revision = (orders_in(entry), entry.revision) if entry else (Orders(), 0)
         after = change(before)
         if after == before:
             return Change(before, after, revision)
@@ -108,7 +113,8 @@ async def change_orders(bucket: Bucket, change: Callable[[Orders], Orders]) -> C
                 raise
 
 
-def _orders_in(entry: Entry) -> Orders:
+def orders_in(entry: Entry) -> Orders:
+    """The orders that an entry holds; raises `ConfigError` when they are of another version."""
     if not entry.value:
         return Orders()
     try:

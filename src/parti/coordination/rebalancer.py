@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from parti.coordination.assignments import Assignments
 from parti.coordination.claims import ClaimStore
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Office
+from parti.coordination.history import History
 from parti.coordination.lease import clock
 from parti.coordination.membership import Membership
 from parti.coordination.sources import SourceReader
@@ -32,6 +34,7 @@ from parti.core.fleet_view import (
     Policy,
 )
 from parti.core.guests import home_after
+from parti.core.history import changes
 from parti.core.loads import LoadBook
 from parti.core.planner import Planner
 from parti.core.retention import INTEREST, Retention
@@ -87,6 +90,8 @@ class RebalancerParts:
     takeover_on_disconnect: bool = False
     after_outage: bool = False
     """Whether this worker's own lease had ended a moment ago, as everybody's does when the control plane is away."""
+    history: History | None = None
+    """Where changes of owners are recorded, if they are."""
 
 
 class Rebalancer:
@@ -101,7 +106,10 @@ class Rebalancer:
         self._assignments = Assignments(overlap=parts.policy.overlap)
         self._takeovers = Takeovers(parts.plane, parts.stream, parts.template, parts.fleet)
         self._orders = Orders()
+        self._orders_revision = 0
         self._begun_s: dict[str, float] = {}
+        self._took_s: dict[str, float] = {}
+        """Planned moves that are about to be written as done, and how long they took."""
         self._health: dict[str, HealthRecord] = {}
         self._loads = LoadBook() if learns_loads(parts.strategy) else None
         self._partitions: dict[str, Partition] = {}
@@ -130,8 +138,10 @@ class Rebalancer:
             self._on_entry,
         )
         refreshing = asyncio.ensure_future(self._refresh())
-        events = await self._listen()
+        recording = asyncio.ensure_future(self._parts.history.run()) if self._parts.history else None
+        events: SystemEvents | None = None
         try:
+            events = await self._listen()
             await self._load()
             await watch.start()
             while True:
@@ -143,6 +153,13 @@ class Rebalancer:
             await watch.stop()
             if events:
                 await events.stop()
+            await self._stop_recording(recording)
+
+    async def _stop_recording(self, recording: asyncio.Future[None] | None) -> None:
+        if recording and self._parts.history:
+            recording.cancel()
+            await asyncio.gather(recording, return_exceptions=True)
+            await self._parts.history.close()
 
     async def _turn(self) -> float | None:
         """Look, decide, act; returns when to look again at the latest."""
@@ -220,7 +237,7 @@ class Rebalancer:
         if orders.paused and self._parts.retention is INTEREST:
             _log.error("paused partitions are handled all the same: an interest stream would drop their messages")
             orders = msgspec.structs.replace(orders, paused=())
-        self._orders = orders
+        self._orders, self._orders_revision = orders, entry.revision
         self._changed.set()
 
     async def _listen(self) -> SystemEvents | None:
@@ -267,8 +284,10 @@ class Rebalancer:
         return min(self._suspects.values(), default=None)
 
     async def _load(self) -> None:
-        """Read everything that a predecessor has written."""
-        entries = await self._plane.read("claims.>", "assignment.>")
+        """Read everything that a predecessor has written, and the orders that are at least as new as the claims."""
+        entries = await self._plane.read("claims.>", "assignment.>", "orders")
+        if (orders := entries.get("orders")) and orders.revision > self._orders_revision:
+            self._take_orders(orders)
         self._claims.load({k: e for k, e in entries.items() if k.startswith("claims.")})
         self._assignments.load({k: e for k, e in entries.items() if k.startswith("assignment.")})
         self._stream_created = (await self._plane.api.stream_info(self._parts.stream)).created
@@ -303,7 +322,7 @@ class Rebalancer:
             orders=self._orders,
         )
         decision = self._planner.step(view)
-        wanted = len(set(view.partitions) - set(self._orders.paused))
+        wanted = len(set(view.partitions) - self._orders.resting)
         if self._office.describe(decision, self._parts.strategy.name, wanted) or decision.commands:
             _log.info(
                 f"fleet {decision.state}",
@@ -394,7 +413,7 @@ class Rebalancer:
                     pass
 
     def _claim_for(self, command: Command, estates: Estates | None) -> Claim | None:
-        """The claim that carries a command out; None when whoever was to get it has gone in the meantime."""
+        """The claim that carries a command out; None when it should not be, by what has happened in the meantime."""
         partition = command.partition
         if isinstance(command, Give):
             assert estates
@@ -409,6 +428,7 @@ class Rebalancer:
                 state="preparing" if prepares else "moving",
                 next=command.next,
                 reason=command.reason,
+                cause=command.cause,
                 awaits=self._next_version(command.next if prepares else claim.owner),
                 position=estates.position(partition),
                 stream_created=estates.stream_created,
@@ -425,26 +445,32 @@ class Rebalancer:
                 position=estates.position(partition),
                 stream_created=estates.stream_created,
                 reason=command.reason,
+                cause=command.cause,
             )
         if isinstance(command, Keep):
             _log.warning("a move was called off", partition=partition, next=claim.next, reason=command.reason)
-            return self._claims.changed(partition, state="owned", next="", awaits=0)
+            return self._claims.changed(
+                partition, state="owned", next="", awaits=0, reason=command.reason, cause=command.cause
+            )
         return self._claims.changed(partition, state="moving", awaits=self._next_version(claim.owner))
 
     def _given(self, give: Give, estates: Estates) -> Claim | None:
         partition, members = give.partition, self._membership.members
-        if give.owner not in members:
+        # Whoever ordered that it rests may already have seen that nobody has it, and counts on that.
+        if give.owner not in members or partition in self._orders.resting:
             return None
         found = self._claims.claims.get(partition)
         owner = members.get(found.owner) if found else None
         planned = bool(found and owner and found.state == "moving" and owner.incarnation == found.incarnation)
         moved = found is not None and found.owner not in {"", give.owner}
         if planned and moved and partition in self._begun_s:
-            self._parts.metrics.move_duration.observe(clock() - self._begun_s.pop(partition))
+            self._took_s[partition] = took_s = clock() - self._begun_s.pop(partition)
+            self._parts.metrics.move_duration.observe(took_s)
         self._parts.metrics.claims_given.inc("moved" if moved else "kept" if found and found.owner else "new")
         estate = estates.of(partition, planned=planned)
         home = home_after(found, give.owner, [w for w, member in members.items() if member.guest])
-        return self._claims.given(give.owner, members[give.owner].incarnation, estate, reason=give.reason, home=home)
+        incarnation = members[give.owner].incarnation
+        return self._claims.given(give.owner, incarnation, estate, reason=give.reason, cause=give.cause, home=home)
 
     async def _write(self, claims: Mapping[str, Claim], *, last: bool) -> None:
         """Write claims, and after the last of them the assignments that follow from all claims."""
@@ -466,9 +492,14 @@ class Rebalancer:
             await self._tell({}, told[begin : begin + MAX_BATCH - 1])
 
     async def _tell(self, claims: Mapping[str, Claim], assignments: Sequence[tuple[str, Assignment]]) -> None:
+        before = {partition: self._claims.claims.get(partition) for partition in claims}
         revisions = await self._claims.write(claims, self._assignments.writes(assignments))
         self._assignments.written(assignments, revisions)
         self._said = self._office.record  # it went with them
+        if self._parts.history:
+            by, now = self._office.record.holder, datetime.now(UTC)
+            self._parts.history.note(list(changes(before, claims, by=by, at=now, took_s=self._took_s)))
+        self._took_s.clear()
 
     def _next_version(self, worker: str) -> int:
         return self._assignments.next_version(worker, self._health.get(worker))

@@ -18,12 +18,13 @@ from parti.model.fleet import (
     LeaderRecord,
     LoadRecord,
     MemberRecord,
+    StandbyRecord,
     decode,
     name_of,
 )
 
 MONITORED = ("ids.>", "health.>", "claims.>", "leader.*")
-KEYS = (*MONITORED, "assignment.>", "load.>")
+KEYS = (*MONITORED, "assignment.>", "load.>", "standby.>")
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -38,6 +39,8 @@ class Records:
     assignments: dict[str, Assignment] = field(default_factory=dict)
     loads: dict[str, LoadRecord] = field(default_factory=dict)
     """What workers have measured, those that are gone included."""
+    standbys: dict[str, StandbyRecord] = field(default_factory=dict)
+    """Processes that wait for a worker id; the record names it."""
     unreadable: int = 0
 
     @classmethod
@@ -65,6 +68,8 @@ class Records:
             self._put(self.assignments, name, entry, Assignment)
         elif kind == "load":
             self._put(self.loads, name, entry, LoadRecord)
+        elif kind == "standby":
+            self._put(self.standbys, name, entry, StandbyRecord)
 
     def _put(self, records: dict[str, _T], name: str, entry: Entry, kind: type[_T]) -> None:
         if not entry.value:

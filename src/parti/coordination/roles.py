@@ -51,6 +51,9 @@ async def monitor(plane: ControlPlane, metrics: Metrics) -> None:
                     since[problem] = clock()
             await asyncio.sleep(_LOOK_S)
     finally:
+        # What it saw last is not true for ever, and from now on another worker tells.
+        for gauge in (metrics.fleet_workers, metrics.fleet_partitions, metrics.fleet_unowned, metrics.fleet_moving):
+            gauge.value = 0
         await watch.stop()
 
 

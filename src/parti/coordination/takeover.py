@@ -1,7 +1,8 @@
 """What a partition's last owner left behind: how far it got, and whether it died over a message.
 
 Positions come from the records of previous owners, from the claims, and for partitions that were never claimed from
-any record. Guards NoLoss and NoRepeatOnPlannedMove: whoever gets a partition starts where the last one stopped.
+any record. A partition that came back from the consumer that had it before the fleet begins where that one stopped.
+Guards NoLoss and NoRepeatOnPlannedMove: whoever gets a partition starts where the last one stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from parti.core.progress import Progress, decode_progress
 from parti.jetstream.api import StreamInfo
 from parti.jetstream.kv import Entry
 from parti.model.fleet import Claim, FleetRecord, key_of, name_of
+from parti.model.migration import OLD_CONSUMERS
 from parti.model.partition import Template
 
 
@@ -49,6 +51,8 @@ class Takeovers:
             found = await self._plane.read("progress.>")
             self._records |= _records((name_of(key), entry) for key, entry in found.items())
         owners = {claim.owner for claim in claims.values() if claim and claim.owner}
+        if any(claim is None or not claim.owner for claim in claims.values()):
+            owners.add(OLD_CONSUMERS)  # from the leader: a replica may not know yet where it stopped
         entries = await asyncio.gather(*(self._plane.bucket.get(key_of("progress", owner)) for owner in owners))
         self._records |= _records(zip(owners, entries, strict=True))
         return Estates(stream, self._template, self._fleet, claims, self._records)
@@ -79,12 +83,13 @@ class Estates:
     def position(self, partition_id: str) -> int:
         """The position of a partition; where the fleet began, when nobody has ever had it."""
         claim, subject = self._claims.get(partition_id), self._template.partition(partition_id).subject
+        # Where an old consumer stopped (`parti migrate`) counts, also after the fleet had the partition before.
+        names = set(self._records) if claim is None else {claim.owner or OLD_CONSUMERS}
+        said = {n: self._records[n].position(partition_id, subject) for n in names if n in self._records}
+        if claim is None and said.get(OLD_CONSUMERS):
+            return max(said.values())  # somebody has had it, so it does not begin with the fleet
         known = claim.position if claim and claim.stream_created == self.stream_created else self._first
-        if claim and claim.owner:
-            records = [self._records[claim.owner]] if claim.owner in self._records else []
-        else:
-            records = list(self._records.values()) if claim is None else []
-        return max([known, *(record.position(partition_id, subject) for record in records)])
+        return max([known, *said.values()])
 
     def of(self, partition_id: str, *, planned: bool) -> Estate:
         """What the next owner gets; `planned`: the last one let go of it by itself.

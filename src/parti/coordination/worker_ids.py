@@ -12,8 +12,9 @@ import structlog
 
 from parti.coordination.lease import Lease, clock
 from parti.core.lease import LeaseTerms
+from parti.core.standby import Seen, Step, Understudy
 from parti.core.worker_ids import Applicant, choose_id
-from parti.errors import LeaseLost, NoFreeWorkerId, WorkerIdTaken
+from parti.errors import ControlPlaneReset, LeaseLost, NoFreeWorkerId, PartiError, WorkerIdTaken
 from parti.jetstream.kv import MARKER_TTL_S, Bucket, Entry, Write
 from parti.model.fleet import MemberRecord, MemberState, decode, encode, key_of, name_of
 
@@ -22,6 +23,8 @@ _log = structlog.get_logger("parti.worker_ids")
 RENEW_SHARE = 1 / 3
 """Members renew more often than leaders: their heartbeat carries news."""
 _LOOK_S = 0.2
+_STANDBY_LOOK_S = 0.05
+"""Short against the margin of a lease, half of which is all the time there is to take it over before it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,9 @@ class Seat:
         """Renew, maybe with other writes in the same batch; see `Lease.renew`."""
         return await self.lease.renew(encode(self.record), extra)
 
-    async def leave(self, *, back_within_s: float = 0.0) -> bool:
-        """Give the id back; with an identity, keep it reserved for a while for who comes back."""
-        away = bool(self.record.identity and back_within_s > 0)
+    async def leave(self, *, back_within_s: float = 0.0, successor: bool = False) -> bool:
+        """Give the id back; with an identity, or for a `successor`, keep it reserved for a while."""
+        away = (bool(self.record.identity) or successor) and back_within_s > 0
         state: MemberState = "away" if away else "left"
         ttl_s = back_within_s if away else MARKER_TTL_S
         last = msgspec.structs.replace(self.record, state=state, token="", ttl_seconds=ttl_s)
@@ -129,6 +132,46 @@ class WorkerIds:
                 seat = await self._try(name, entries.get(name), applicant, profile, floor)
                 if seat:
                     return seat
+
+    async def stand_by(
+        self,
+        applicant: Applicant,
+        profile: Profile,
+        *,
+        floor: int = 0,
+        rank: int = 0,
+        yields_until_s: float = float("-inf"),
+        on_look: Callable[[bool, bool], None] = lambda alive, replaced: None,
+        check: Callable[[], Awaitable[None]],
+    ) -> Seat:
+        """Lease the id that the applicant insists on, as soon as whoever holds it has stopped.
+
+        `on_look` is told at each look whether somebody holds it firmly, and whether somebody else has held it since
+        this process did. Failures to look are waited out, but for `ControlPlaneReset`, which `check` raises: in
+        another bucket a lease that is missing says nothing of its holder.
+        """
+        name, revision = applicant.fixed, 0
+        assert name
+        decide = Understudy(applicant, self._terms, rank=rank, yields_until_s=yields_until_s)
+        while True:
+            looked_s = clock()
+            try:
+                entry = await self._bucket.get(key_of("ids", name))
+                record = _decoded(entry.value) if entry and entry.value else None
+                # The time after the look: a renewal that it shows was sent before.
+                before, revision = revision, entry.revision if entry else 0
+                step = decide.look(Seen(revision, record), clock())
+                on_look(decide.holder_lives(clock()), decide.replaced)
+                if step is Step.TAKE or revision < before:
+                    await check()
+                if step is Step.TAKE and (seat := await self._try(name, entry, applicant, profile, floor)):
+                    return seat
+            except ControlPlaneReset:
+                raise
+            except PartiError as error:
+                _log.debug("the worker id cannot be looked at, will try again", worker=name, error=str(error))
+                on_look(False, decide.replaced)
+            await asyncio.sleep(max(0.0, looked_s + _STANDBY_LOOK_S - clock()))
 
     def _taken(self, applicant: Applicant, holder: MemberRecord, name: str) -> None:
         who = f"process {holder.pid} on {holder.host or 'an unnamed host'}"

@@ -8,15 +8,18 @@ configuration, so no immutable field ever has to change.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parti.core.priority import PriorityGroup
 from parti.core.shards import MOST_SHARDS
 
 NANOSECONDS = 1_000_000_000
 HOLD = "-hold-"
 """Between the name of a worker's consumer and the rest of the name of a hold (`parti.worker.holds`)."""
+PREFIX = "parti.prefix"
+"""Metadata of all consumers since version 0.1: the prefix of the deployment."""
 SHARD = "parti.shard"
 """Metadata of a worker's second and further consumers: worker id and number, which the name alone leaves open."""
 
@@ -84,9 +87,26 @@ def workers_of(consumer: str, prefix: str) -> tuple[str, ...]:
     return (worker, base) if base and shard_number(worker, base) else (worker,)
 
 
+def surely_of(worker: str, known: Collection[str]) -> bool:
+    """Whether a worker id that was read from a name is one of this fleet.
+
+    Another deployment's prefix may begin with ours: `a-b-worker-0` could be `b-worker-0` of prefix `a`. So it has to
+    be an id that workers get by default, or one that the fleet has heard of.
+
+    >>> surely_of("worker-3", ()), surely_of("b-worker-3", ()), surely_of("etch", {"etch"})
+    (True, False, True)
+    """
+    return worker in known or re.fullmatch(r"worker-\d+", worker) is not None
+
+
 def shard_metadata(worker_id: str, shard: int) -> dict[str, str]:
     """What a worker's consumer says of itself; its first one says nothing."""
     return {SHARD: f"{worker_id}/{shard}"} if shard > 1 else {}
+
+
+def consumer_metadata(prefix: str, worker_id: str, shard: int) -> dict[str, str]:
+    """What a worker's consumer says of itself: whose it is, where two deployments could give it the same name."""
+    return {PREFIX: prefix, **shard_metadata(worker_id, shard)}
 
 
 def owner_of(config: Mapping[str, Any], prefix: str) -> tuple[str, int]:
@@ -104,13 +124,14 @@ def build_config(
     *,
     existing: Mapping[str, Any] | None = None,
     metadata: Mapping[str, str] | None = None,
+    group: PriorityGroup | None = None,
 ) -> dict[str, Any]:
     """Build the configuration of the consumer `name` with exactly these subjects.
 
-    With `existing`, the result is an update of it: every immutable field, and every field that parti does not
-    know, keeps its value. `subjects` must not be empty: the server would take that for "all subjects".
-    `max_deliver` is unlimited, because a message that the server gives up on is lost without a trace; attempts
-    are counted by the worker, which dead-letters.
+    With `existing`, the result is an update of it: every immutable field, every field that parti does not know, and
+    the priority group (`group` is for a new consumer) keep their values. `subjects` must not be empty: the server
+    would take that for "all subjects". `max_deliver` is unlimited, because a message that the server gives up on is
+    lost without a trace; attempts are counted by the worker, which dead-letters.
     """
     if not subjects:
         raise ValueError("a consumer without subjects would receive every message of the stream")
@@ -137,5 +158,6 @@ def build_config(
         "max_waiting": tuning.max_waiting,
         "num_replicas": 0,  # as many as the stream has
         **said,
+        **(group.fields() if group else {}),
         **mutable,
     }

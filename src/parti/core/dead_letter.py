@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
 
 from parti.model.message import Message
 
@@ -57,3 +60,74 @@ def write_letter(
         headers["Parti-Payload"] = f"left out: {len(message.data)} bytes, still in the origin stream"
         return headers, b""
     return headers, message.data
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A dead letter as it lies in its stream, without its payload."""
+
+    seq: int
+    """Its own sequence, in the dead-letter stream."""
+    stored_at: datetime
+    headers: Mapping[str, str]
+
+    @property
+    def stream(self) -> str:
+        """The stream that the message was in."""
+        return self.headers.get("Parti-Stream", "")
+
+    @property
+    def origin_seq(self) -> int:
+        """Where the message was in that stream; 0: not known."""
+        text = self.headers.get("Parti-Sequence", "")
+        return int(text) if text.isdecimal() else 0
+
+    @property
+    def subject(self) -> str:
+        """The subject that the message lay under."""
+        return self.headers.get("Parti-Subject", "")
+
+    @property
+    def partition(self) -> str:
+        """The partition of the message."""
+        return self.headers.get("Parti-Partition", "")
+
+    @property
+    def error(self) -> str:
+        """Why no attempt could handle it."""
+        return self.headers.get("Parti-Error", "")
+
+    @property
+    def attempts(self) -> int:
+        """How often it was tried."""
+        text = self.headers.get("Parti-Attempts", "")
+        return int(text) if text.isdecimal() else 0
+
+    @property
+    def worker(self) -> str:
+        """Who tried."""
+        return self.headers.get("Parti-Worker", "")
+
+    @property
+    def payload_left_out(self) -> bool:
+        """The payload is in the origin stream only."""
+        return "Parti-Payload" in self.headers
+
+    @property
+    def own_headers(self) -> dict[str, str]:
+        """The headers that the message itself had."""
+        return {
+            k: v for k, v in self.headers.items() if k not in ORIGIN_HEADERS and not k.lower().startswith("nats-")
+        }
+
+
+def reason_of(error: str) -> str:
+    """What errors of one kind have in common: the type of the error, or what was said before the first detail.
+
+    >>> reason_of("ValueError: 'x17' is no number"), reason_of("no such order: 4711"), reason_of("broken")
+    ('ValueError', 'no such order', 'broken')
+    """
+    return error.partition(":")[0].strip() or "unknown"

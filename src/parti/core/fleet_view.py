@@ -15,6 +15,7 @@ class FleetState(enum.StrEnum):
 
     INIT = "init"
     CLAIMING_ID = "claiming id"
+    STANDBY = "standby"
     ELECTION = "election"
     WAITING = "waiting"
     STABLE = "stable"
@@ -89,6 +90,8 @@ class Give:
     partition: str
     owner: str
     reason: str
+    cause: str = ""
+    """The reason in a word (`parti.core.causes`), here and below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class BeginMove:
     partition: str
     next: str
     reason: str
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class Free:
 
     partition: str
     reason: str
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,7 @@ class Keep:
 
     partition: str
     reason: str
+    cause: str = ""
 
 
 Command: TypeAlias = Give | BeginMove | Release | Keep | Free
@@ -138,3 +144,8 @@ class Decision:
     state: FleetState
     reason: str
     wake_at_s: float | None = None
+
+
+def count_of(number: int, what: str = "partition") -> str:
+    """A number of things, in words."""
+    return f"{number} {what}{'s' * (number != 1)}"

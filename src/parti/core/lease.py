@@ -29,6 +29,13 @@ class LeaseTerms:
         """Until when the holder may act, after a renewal that it began to send at `sent_s` and that succeeded."""
         return sent_s + self.ttl_s - self.margin_s
 
+    def silent_until(self, heard_s: float) -> float:
+        """When somebody who saw a renewal at `heard_s` knows that its holder has stopped, if no other followed.
+
+        The holder has counted from an earlier moment, and a margin less; the server lets go after another half of it.
+        """
+        return heard_s + self.ttl_s - self.margin_s / 2
+
     def renew_at(self, sent_s: float) -> float:
         """When the next renewal is due."""
         return sent_s + self.ttl_s * self.renew_share

@@ -17,16 +17,16 @@ from parti.strategies.ordering import natural_order
 
 
 def obey(view: FleetView) -> FleetView:
-    """The fleet with the orders applied: drained workers drain, paused partitions are not wanted."""
+    """The fleet with the orders applied: drained workers drain, paused and withheld partitions are not wanted."""
     orders = view.orders
-    if not orders.drained and not orders.paused:
+    resting = orders.resting
+    if not orders.drained and not resting:
         return view
-    paused = frozenset(orders.paused)
     members = {
         worker: replace(member, state="draining") if worker in orders.drained and member.state == "active" else member
         for worker, member in view.members.items()
     }
-    return replace(view, members=members, partitions=tuple(p for p in view.partitions if p not in paused))
+    return replace(view, members=members, partitions=tuple(p for p in view.partitions if p not in resting))
 
 
 def placements(orders: Orders, slots: Sequence[Slot], partitions: Collection[str]) -> dict[str, str]:

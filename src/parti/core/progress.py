@@ -33,6 +33,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     """Messages that were about to be started when this was written, by partition id; only after a crash."""
     incarnation: int = 0
     """The holding of the worker id under which it was written; 0 for a worker on its own."""
+    needs: int = 0
+    """The lowest sequence that a consumer may still have to deliver, where that is below the floor."""
     closed: bool = False
     """The worker stopped in good order: no handler was interrupted."""
     writer: str = ""
@@ -47,6 +49,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     def highest(self) -> int:
         """The furthest position; none can be more than one past the end of the stream."""
         return max(self.floor, *self.ahead.values(), *self.behind.values(), 1)
+
+    @property
+    def need(self) -> int:
+        """The lowest sequence that a consumer may still have to deliver."""
+        return self.needs or self.floor
 
     def position(self, partition_id: str, subject: str) -> int:
         """The position of a partition; 0 when nothing is known of it."""
@@ -108,6 +115,7 @@ def summarise(
     covered: Iterable[str],
     positions: Iterable[tuple[str, int]],
     behind: Mapping[str, int],
+    needs: int = 0,
     trying: Mapping[str, int] | None = None,
     writer: str = "",
 ) -> Progress:
@@ -119,6 +127,7 @@ def summarise(
         covered=tuple(covered),
         ahead={p: position for p, position in positions if position > floor and p not in behind},
         behind=dict(behind),
+        needs=needs if needs < floor else 0,
         trying=dict(trying or {}),
         writer=writer,
     )

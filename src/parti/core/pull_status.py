@@ -21,6 +21,8 @@ class PullStep(enum.Enum):
     """Deliveries may be missing; verify the consumer and begin a new session."""
     RECREATE = "recreate"
     """The consumer is gone; make it again at the position."""
+    UNPINNED = "unpinned"
+    """Somebody else is pinned; pull without the id."""
     REFUSED = "refused"
     """The request is wrong; asking again as it is will not help."""
 
@@ -50,7 +52,7 @@ TABLE: tuple[_Row, ...] = (
     _Row(409, "exceeded maxrequest", PullStep.REFUSED),
     _Row(409, "", PullStep.PULL_AGAIN),
     _Row(412, "", PullStep.REFUSED),
-    _Row(423, "", PullStep.NEW_SESSION),
+    _Row(423, "", PullStep.UNPINNED),
     _Row(503, "", PullStep.NEW_SESSION),
 )
 

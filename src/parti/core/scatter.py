@@ -17,6 +17,12 @@ class Scatter:
         self._done: set[int] = set()
         self._finished_below = 0
 
+    def start_over(self) -> None:
+        """The stream was made anew: forget everything."""
+        for seqs in (self._active, self._owed, self._done):
+            seqs.clear()
+        self._finished_below = 0
+
     def offer(self, seq: int, *, behind: bool = False) -> Verdict:
         """Take in a delivery; only ACCEPTED puts it in hand. `behind`: the floor does not speak for it."""
         if seq in self._done or (seq < self._finished_below and not behind and seq not in self._owed):

@@ -129,8 +129,8 @@ class _Future:
         self._loads = fleet.loads
         self._start = fleet.claims
         self._claims = dict(fleet.claims)
-        paused = frozenset(fleet.orders.paused)
-        self._partitions = tuple(p for p, claim in fleet.claims.items() if _is_wanted(claim) and p not in paused)
+        resting = fleet.orders.resting
+        self._partitions = tuple(p for p, claim in fleet.claims.items() if _is_wanted(claim) and p not in resting)
         self._members = {w: m for w, m in fleet.members.items() if w not in change.leaves} | dict(change.joins)
         self._left = frozenset(change.leaves)
         self._health = {

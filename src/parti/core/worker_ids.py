@@ -39,7 +39,7 @@ def choose_id(applicant: Applicant, held: Mapping[str, MemberRecord], names: Seq
     Raises `NoFreeWorkerId` when the range is exhausted.
     """
     names = [applicant.fixed] if applicant.fixed else names
-    ours = [name for name in names if name in held and _may_take(applicant, held[name])]
+    ours = [name for name in names if name in held and may_take(applicant, held[name])]
     if ours:
         return Choice(ours)
     waiting_for = _predecessor(applicant, held)
@@ -55,7 +55,8 @@ def choose_id(applicant: Applicant, held: Mapping[str, MemberRecord], names: Seq
     return Choice(free, waiting_for)
 
 
-def _may_take(applicant: Applicant, record: MemberRecord) -> bool:
+def may_take(applicant: Applicant, record: MemberRecord) -> bool:
+    """Whether the holder of an id is known to be gone."""
     if record.token == applicant.token:
         return True
     expected = bool(record.identity) and record.identity == applicant.identity

@@ -2,7 +2,7 @@
 
 What lives here: finding the binary (`binary`), its private directory (`rundir`), its life as a child process
 (`child`, `launcher`), questions to its monitoring port (`monitor`), one server (`server`) and several with routes
-between them (`cluster`).
+between them (`cluster`), both of which are used as blocks (`blocks`).
 
 May import: the standard library and `parti.errors`. Never a NATS client: being ready must not need credentials.
 

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2s
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from parti.embedded import monitor
+from parti.embedded.blocks import Blocks
 from parti.embedded.server import PortTakenError, Server
 from parti.errors import EmbeddedServerError
 
@@ -24,7 +23,7 @@ _POLL_S = 0.05
 _START_ATTEMPTS = 3
 
 
-class Cluster:
+class Cluster(Blocks):
     """Embedded servers `n1`, `n2`, ... with routes between them and one JetStream meta group.
 
     Guarantees: after a start every node takes clients, a meta leader exists and it sees all other nodes as current.
@@ -112,26 +111,11 @@ class Cluster:
         self._servers[index].restart_sync()
         self._wait_for_quorum()
 
-    def __enter__(self) -> Self:
-        """Start; see `start_sync`."""
-        self.start_sync()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop; see `stop_sync`."""
-        self.stop_sync()
-
     # -- the same, for asyncio ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Like `start_sync`, without blocking the event loop; a cancelled start leaves nothing running."""
         await self._in_thread(self.start_sync, on_cancel=self.stop_sync)
-
-    async def stop(self) -> None:
-        """Like `stop_sync`, without blocking the event loop; when cancelled, it still ends in the background."""
-        await asyncio.to_thread(self.stop_sync)
 
     async def kill(self, index: int) -> None:
         """Like `kill_sync`, without blocking the event loop."""
@@ -140,17 +124,6 @@ class Cluster:
     async def restart(self, index: int) -> None:
         """Like `restart_sync`, without blocking the event loop."""
         await self._in_thread(lambda: self.restart_sync(index), on_cancel=lambda: None)
-
-    async def __aenter__(self) -> Self:
-        """Start; see `start`."""
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop; see `stop`."""
-        await self.stop()
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,10 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from parti.embedded import child, monitor
 from parti.embedded.binary import Binary, find_binary
+from parti.embedded.blocks import Blocks
 from parti.embedded.rundir import RunDir
 from parti.errors import EmbeddedServerError
 
@@ -28,7 +27,7 @@ _PORT_ATTEMPTS = 5
 _started: set[Server] = set()
 
 
-class Server:
+class Server(Blocks):
     """A nats-server child process on 127.0.0.1, with JetStream in its own store directory.
 
     Guarantees: after a start, clients connect and JetStream answers, with the streams of an existing store recovered.
@@ -162,26 +161,11 @@ class Server:
         self._end(_STOP_GRACE_S)
         self.start_sync()
 
-    def __enter__(self) -> Self:
-        """Start; see `start_sync`."""
-        self.start_sync()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop; see `stop_sync`."""
-        self.stop_sync()
-
     # -- the same, for asyncio ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Like `start_sync`, without blocking the event loop; a cancelled start leaves nothing running."""
         await self._start_in_thread(restart=False)
-
-    async def stop(self) -> None:
-        """Like `stop_sync`, without blocking the event loop; when cancelled, it still ends in the background."""
-        await asyncio.to_thread(self.stop_sync)
 
     async def kill(self) -> None:
         """Like `kill_sync`, without blocking the event loop."""
@@ -190,17 +174,6 @@ class Server:
     async def restart(self) -> None:
         """Like `restart_sync`, without blocking the event loop."""
         await self._start_in_thread(restart=True)
-
-    async def __aenter__(self) -> Self:
-        """Start; see `start`."""
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop; see `stop`."""
-        await self.stop()
 
     # -- inside -------------------------------------------------------------------------------------------------
 

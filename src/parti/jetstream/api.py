@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from parti.errors import ApiError, JetStreamUnavailable, NoResponders, NotFound, WrongRevision
@@ -71,6 +71,16 @@ class StreamInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupState:
+    """What the server knows of a priority group now."""
+
+    name: str
+    pinned_id: str
+    """The client that is pinned; empty: none, or the policy pins nobody."""
+    pinned_since: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class ConsumerInfo:
     """What parti needs to know of a consumer."""
 
@@ -82,6 +92,18 @@ class ConsumerInfo:
     pending: int
     waiting: int = 0
     """Pulls that stand."""
+    groups: tuple[GroupState, ...] = ()
+    """State of its priority groups."""
+    deliveries: int = 0
+    """How often it has delivered a message, repeats included."""
+    redelivered: int = 0
+    """Messages in flight that it has delivered more than once."""
+    paused: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name, which is the durable name of a consumer that has one."""
+        return str(self.config.get("name") or self.config.get("durable_name") or "")
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -146,6 +168,15 @@ class JetStreamApi:
             if not page.get("consumers") or len(names) >= page["total"]:
                 return names
 
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        """State and configuration of all consumers of a stream; raises `NotFound`."""
+        found: list[ConsumerInfo] = []
+        while True:
+            page = await self.call(f"CONSUMER.LIST.{stream}", {"offset": len(found)})
+            found += [_consumer_info(each) for each in page.get("consumers") or []]
+            if not page.get("consumers") or len(found) >= page["total"]:
+                return found
+
     async def consumer_info(self, stream: str, name: str) -> ConsumerInfo:
         """State and configuration of a consumer; raises `NotFound`."""
         return _consumer_info(await self.call(f"CONSUMER.INFO.{stream}.{name}"))
@@ -161,6 +192,14 @@ class JetStreamApi:
         A missing consumer does not answer: make sure that it exists first.
         """
         await self.call(f"CONSUMER.RESET.{stream}.{name}", {"seq": max(1, seq)})
+
+    async def pause_consumer(self, stream: str, name: str, until: datetime | None) -> None:
+        """Let a consumer deliver nothing until then (None: go on); acknowledgements still count.
+
+        Raises `NotFound`. Nothing is delivered once this has returned.
+        """
+        body = {"pause_until": until.astimezone(UTC).isoformat().replace("+00:00", "Z")} if until else {}
+        await self.call(f"CONSUMER.PAUSE.{stream}.{name}", body)
 
     async def delete_consumer(self, stream: str, name: str) -> None:
         """Delete a consumer; raises `NotFound`."""
@@ -229,15 +268,24 @@ def _stream_info(answer: Mapping[str, Any]) -> StreamInfo:
 
 def _stored(message: Mapping[str, Any]) -> Stored:
     header = message.get("hdrs")
-    # The server writes nanoseconds; datetime keeps microseconds.
-    stamp = re.sub(r"(\.\d{6})\d*", r"\1", message["time"])
     return Stored(
         seq=int(message["seq"]),
         subject=message["subject"],
         data=base64.b64decode(message.get("data", "")),
         header=base64.b64decode(header) if header else None,
-        stored_at=datetime.fromisoformat(stamp),
+        stored_at=_moment(message["time"]),
     )
+
+
+def _moment(stamp: str) -> datetime:
+    # The server writes nanoseconds; datetime keeps microseconds.
+    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*", r"\1", stamp))
+
+
+def _group_state(answer: Mapping[str, Any]) -> GroupState:
+    pinned_id = str(answer.get("pinned_client_id", ""))
+    # Without a pin the time is that of the year 1.
+    return GroupState(str(answer["group"]), pinned_id, _moment(answer["pinned_ts"]) if pinned_id else None)
 
 
 def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
@@ -248,4 +296,8 @@ def _consumer_info(answer: Mapping[str, Any]) -> ConsumerInfo:
         ack_pending=answer["num_ack_pending"],
         pending=answer["num_pending"],
         waiting=answer.get("num_waiting", 0),
+        groups=tuple(_group_state(each) for each in answer.get("priority_groups") or ()),
+        deliveries=answer["delivered"]["consumer_seq"],
+        redelivered=answer.get("num_redelivered", 0),
+        paused=bool(answer.get("paused")),
     )

@@ -66,14 +66,16 @@ class BlockingClient:
         info = client.stream_info("DC")
     """
 
-    def __init__(self, sock: socket.socket, info: Mapping[str, Any], rest: bytes) -> None:
+    def __init__(
+        self, sock: socket.socket, info: Mapping[str, Any], rest: bytes, *, inbox_prefix: str = "_INBOX"
+    ) -> None:
         self.max_payload = int(info.get("max_payload", 1 << 20))
         self.server = f"{info.get('host')}:{info.get('port')}"
         self._sock = sock
         self._buffer = rest
         self._sids = itertools.count(1)
         self._tokens = itertools.count(1)
-        self._inbox = f"_INBOX.{os.urandom(12).hex()}"
+        self._inbox = f"{inbox_prefix}.{os.urandom(12).hex()}"
         self._inbox_sid = 0
         self._denials: list[PermissionDenied] = []
 
@@ -99,6 +101,8 @@ class BlockingClient:
                     if error.fatal:
                         raise
                     answers[str(address)] = str(error)
+                    if isinstance(error, _CertificateWantedError):
+                        addresses.remove(address)
                 except OSError as error:
                     answers[str(address)] = _describe(error)
                     if isinstance(error, ssl.SSLCertVerificationError):
@@ -338,11 +342,35 @@ def _dial(target: Target, address: Address, name: str, timeout_s: float) -> Bloc
             sock = context.wrap_socket(sock, server_hostname=host)
         elif context is None and info.get("tls_required"):
             sock = target.tls().wrap_socket(sock, server_hostname=host)
-        rest = _say_hello(sock, target, info, name, address)
+        rest = _greet(sock, target, info, name, address)
     except BaseException:
         sock.close()
         raise
-    return BlockingClient(sock, info, rest)
+    return BlockingClient(sock, info, rest, inbox_prefix=target.inbox_prefix)
+
+
+def _greet(sock: socket.socket, target: Target, info: Mapping[str, Any], name: str, address: Address) -> bytes:
+    """Say who we are. With TLS 1.3 a server that refuses our certificate does so only now."""
+    try:
+        return _say_hello(sock, target, info, name, address)
+    except AuthenticationFailed:
+        raise
+    except (OSError, ConnectionFailed) as error:
+        if not info.get("tls_verify"):
+            raise
+        if target.tls_cert is None:
+            raise _CertificateWantedError(
+                "the server wants a client certificate; give one and its key (tls_cert and tls_key, or tlsCert and "
+                "tlsKey)"
+            ) from None
+        why = _describe(error) if isinstance(error, OSError) else str(error)
+        raise ConnectionFailed(
+            f"{why}; the server checks client certificates: is ours valid, and of an authority that it knows?"
+        ) from None
+
+
+class _CertificateWantedError(ConnectionFailed):
+    """Another try would end the same."""
 
 
 def _read_info(sock: socket.socket, timeout_s: float) -> dict[str, Any]:

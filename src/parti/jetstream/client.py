@@ -41,6 +41,8 @@ class MendedClient(Client):
         self._dial = dial
         self._on_down = on_down
         self._on_denied = on_denied
+        # Here too, because inboxes are named before connect(), which takes it as an option.
+        self._inbox_prefix = bytearray(dial.inbox_prefix.encode())
         self._parser = self._ps  # The wire may put its own in front of it.
         self._server_said: Exception | None = None
         self.dialled = ""

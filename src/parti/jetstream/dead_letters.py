@@ -7,6 +7,7 @@ import random
 
 import structlog
 
+from parti.config import Settings
 from parti.core.dead_letter import dead_letter_subject, write_letter
 from parti.errors import ConfigError
 from parti.jetstream.api import JetStreamApi
@@ -40,19 +41,18 @@ class DeadLetterStream:
         cls,
         api: JetStreamApi,
         health: Health,
+        settings: Settings,
         *,
-        stream: str,
-        subject: str,
-        replicas: int,
         max_payload: int,
         omit_large: bool,
     ) -> DeadLetterStream:
-        """Open the stream, creating it when it is missing.
+        """Open the stream that the settings name, creating it when it is missing.
 
         `omit_large`: a payload that leaves no room for the headers may be left out, because the origin keeps it.
         """
+        stream, subject = settings.dead_letter_stream, settings.dead_letter_subject
         info = await api.ensure_stream(
-            {"name": stream, "subjects": [f"{subject}.>"], "storage": "file", "num_replicas": replicas}
+            {"name": stream, "subjects": [f"{subject}.>"], "storage": "file", "num_replicas": settings.replicas}
         )
         if f"{subject}.>" not in info.subjects:
             raise ConfigError(

@@ -43,6 +43,7 @@ class Dial:
     has_client_cert: bool
     keys: KeyFile | None
     options: Mapping[str, Any] = field(repr=False)
+    inbox_prefix: str = "_INBOX"
 
 
 def plan_dial(settings: Settings, *, name: str) -> Dial:
@@ -65,6 +66,7 @@ def plan_dial(settings: Settings, *, name: str) -> Dial:
         "max_outstanding_pings": OUTSTANDING_PINGS,
         # Off: what is published while disconnected would be sent after it was reported as failed.
         "pending_size": -1,
+        "inbox_prefix": settings.inbox_prefix,
         **auth,
     }
     if require_tls:
@@ -72,7 +74,14 @@ def plan_dial(settings: Settings, *, name: str) -> Dial:
         options["tls_hostname"] = settings.tls_hostname
         options["tls_handshake_first"] = settings.tls_handshake_first
     return Dial(
-        servers, method, require_tls, settings.tls_handshake_first, settings.tls_cert is not None, keys, options
+        servers,
+        method,
+        require_tls,
+        settings.tls_handshake_first,
+        settings.tls_cert is not None,
+        keys,
+        options,
+        settings.inbox_prefix,
     )
 
 

@@ -75,6 +75,7 @@ class DirectRange:
         while not answer.done:
             delivery = client.next_delivery(_SILENT_S)
             if delivery is None:
+                client.raise_denials()
                 answer.give_up(f"nothing came for {_SILENT_S:g} s")
             elif delivery.sid == sid:
                 try:

@@ -36,6 +36,11 @@ class Mirror:
             if error.code != _NAME_IN_USE:
                 raise
 
+    async def unread(self) -> tuple[int, ...]:
+        """For each of its consumers, how many messages it has not delivered; of the first 256."""
+        answer = await self._api.call(f"CONSUMER.LIST.{self.name}")
+        return tuple(info["num_pending"] for info in answer.get("consumers") or ())
+
     async def trim(self, seq: int) -> None:
         """Drop everything below `seq`."""
         await self._api.call(f"STREAM.PURGE.{self.name}", {"seq": seq})

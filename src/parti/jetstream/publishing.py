@@ -104,7 +104,7 @@ class WindowedPublisher:
         self._block_start = b"NATS/1.0\r\n" + expected
         self._plain = not stream
         # The same on every connection: what is sent again is the same bytes, and a late acknowledgement still counts.
-        self._inbox = f"_INBOX.{os.urandom(12).hex()}."
+        self._inbox = f"{target.inbox_prefix}.{os.urandom(12).hex()}."
         self._ack = re.compile(
             rb"MSG %b(\d+) 1 \d+\r\n"
             rb'\{"stream": ?"[^"\r]*", ?(?:"domain": ?"[^"\r]*", ?)?"seq": ?\d+(,[^{}\r]*)?\}\r\n'

@@ -14,7 +14,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -22,6 +22,8 @@ from parti.core.batch import Load, after_a_while, after_fill, pull_size
 from parti.core.pull_status import PullStep, next_step
 from parti.errors import ConnectionFailed, PartiError
 from parti.jetstream.connection import Connection, ConnectionState
+from parti.jetstream.protocol import Sink
+from parti.jetstream.pull_group import PullGroup
 from parti.jetstream.wire import Wire, pub
 from parti.model.headers import parse_headers, parse_reply, status_of
 from parti.telemetry.health import Health
@@ -37,6 +39,7 @@ _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
 _SETTLED_S = 1.0
 _RIVAL_GAPS = 4
 _PLAIN_DOTS = frozenset({8, 10})
+_ENDS_SESSION = frozenset({PullStep.NEW_SESSION, PullStep.RECREATE, PullStep.REFUSED})
 
 
 class Intake(Protocol):
@@ -69,13 +72,15 @@ class PullTuning:
 class _Slot:
     """One standing pull and the subscription that it arrives on."""
 
-    __slots__ = ("inbox", "remaining", "sid", "unlimited")
+    __slots__ = ("inbox", "pin_id", "remaining", "sid", "unlimited")
 
     def __init__(self) -> None:
         self.sid = b""
         self.inbox = b""
         self.remaining = 0
         self.unlimited = False
+        self.pin_id = ""
+        """What the pull was sent with, or has got since."""
 
 
 class PullEngine:
@@ -99,11 +104,15 @@ class PullEngine:
         prepare: Callable[[str], Awaitable[bool]],
         signal: str = "pull",
         passed: Callable[[int], None] | None = None,
+        group: PullGroup | None = None,
+        shared: bool = False,
     ) -> None:
         """`passed` is for one engine of several on a connection, each with a `signal` of its own.
 
         It is told how far the server has looked when there is nothing to deliver; and what arrives for the other
-        engines is no sign of life.
+        engines is no sign of life. `group`: pulls belong to a priority group. `shared`: others pull from the consumer
+        too, so a hole in its counter says nothing, and a lost pin ends no session. Otherwise a pin that is taken or
+        lost begins a new one, and `prepare` decides by `group.pin_id` what follows.
         """
         self._connection = connection
         self._wire = wire
@@ -116,6 +125,10 @@ class PullEngine:
         self._prepare = prepare
         self._signal = signal
         self._passed = passed
+        self._group = group
+        if group is not None:
+            group.moved = self._on_pin_lost
+        self._shared = shared
         self._batch = tuning.batch
         self._slots: list[_Slot] = []
         self._open = False
@@ -150,6 +163,8 @@ class PullEngine:
     async def stop(self) -> None:
         """Stop pulling at once; messages still on their way are dropped and will be delivered again."""
         self._close_session()
+        if self._group is not None:
+            self._group.deafen(self._wire)
         for remove in self._removers:
             remove()
         self._removers = []
@@ -215,6 +230,8 @@ class PullEngine:
     def _chunk_done(self) -> None:
         if self._passed is None or self._expected != self._counted:
             self._heard = True
+        if self._group is not None and self._expected != self._counted:
+            self._group.on_messages()
         self._metrics.messages.value += self._expected - self._counted
         self._counted = self._expected
         self.refill()
@@ -229,7 +246,8 @@ class PullEngine:
             grown = after_fill(self._batch, held=held, ceiling=self._ceiling)
             self._filled = grown == self._batch
             self._batch = grown
-        for slot in self._slots:
+        one = self._group is not None and self._group.waiting
+        for slot in self._slots[:1] if one else self._slots:
             if slot.remaining <= 0:
                 size = pull_size(self._batch, limit=self._tuning.limit, inflight=held, credit=self.credit)
                 if not size:
@@ -248,12 +266,18 @@ class PullEngine:
         self._slots = []
         for _ in range(_SLOTS):
             slot = _Slot()
-            inbox = self._wire.new_inbox()
-            slot.inbox = inbox.encode()
-            slot.sid = self._wire.subscribe(inbox, self._sink_for(slot))
+            self._listen(slot)
             self._slots.append(slot)
+        if self._group is not None:
+            self._group.listen(self._wire)
         self._open = True
         self.refill()
+
+    def _listen(self, slot: _Slot) -> None:
+        inbox = self._wire.new_inbox()
+        slot.inbox, slot.remaining = inbox.encode(), 0
+        waiting = self._group is not None and self._group.waiting
+        slot.sid = self._wire.subscribe(inbox, self._waiting_sink_for(slot) if waiting else self._sink_for(slot))
 
     def _close_session(self) -> None:
         self._open = False
@@ -261,7 +285,7 @@ class PullEngine:
             self._wire.unsubscribe(slot.sid)
         self._slots = []
 
-    def _sink_for(self, slot: _Slot) -> Callable[[bytes, bytes, bytes | None, bytes], None]:
+    def _sink_for(self, slot: _Slot) -> Sink:
         deliver = self._intake.deliver
 
         def sink(subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
@@ -277,10 +301,12 @@ class PullEngine:
                 info = parse_reply(reply)
                 seq, counter = info.stream_seq, info.consumer_seq
             if counter != self._expected:
-                if self._open:
-                    self._gaps += 1
-                    self.new_session(f"delivery {self._expected} is missing, got {counter}")
-                return
+                if not self._shared:
+                    if self._open:
+                        self._gaps += 1
+                        self.new_session(f"delivery {self._expected} is missing, got {counter}")
+                    return
+                self._counted += counter - self._expected  # went to others
             self._expected = counter + 1
             slot.remaining -= 1
             if not slot.remaining:
@@ -294,8 +320,40 @@ class PullEngine:
 
         return sink
 
+    def _waiting_sink_for(self, slot: _Slot) -> Sink:
+        """The same for a pull without an id, whose first message pins this client.
+
+        From then on nothing but what the pin is good for comes here, and nobody has to look at headers.
+        """
+        group, sink = self._group, self._sink_for(slot)
+        assert group is not None
+
+        def waiting_sink(subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
+            if reply and group.on_message(header):
+                slot.pin_id = group.pin_id
+                if not self._shared:
+                    # Somebody else may have had deliveries since: `prepare` says where to go on.
+                    self.new_session("pinned")
+                    return
+                for each in self._slots:
+                    self._wire.redirect(each.sid, self._sink_for(each))
+            sink(subject, reply, header, payload)
+
+        return waiting_sink
+
+    def _on_pin_lost(self, reason: str) -> None:
+        """Pull without the id; pulls that stand with it get nothing more, and are told so at some time."""
+        if not self._shared:
+            self.new_session(f"pinned no more: {reason}")
+            return
+        for slot in self._slots:
+            if slot.pin_id:
+                self._wire.unsubscribe(slot.sid)
+                slot.pin_id = ""
+                self._listen(slot)
+
     def _request(self, slot: _Slot, size: int) -> None:
-        body: dict[str, int] = {
+        body: dict[str, Any] = {
             "batch": size,
             "expires": int(self._tuning.expires_s * 1e9),
             "idle_heartbeat": int(self._tuning.heartbeat_s * 1e9),
@@ -305,6 +363,9 @@ class PullEngine:
             body["batch"] = size = 1
         elif self._tuning.max_bytes:
             body["max_bytes"] = self._tuning.max_bytes
+        if self._group is not None:
+            body |= self._group.fields(asyncio.get_running_loop().time())
+            slot.pin_id = self._group.pin_id
         if self._wire.write(pub(self._next_subject, json.dumps(body).encode(), slot.inbox)):
             slot.remaining = size
             self._metrics.pull_requests.inc()
@@ -313,6 +374,8 @@ class PullEngine:
         code, text = status_of(header)
         self._metrics.pull_status.inc(PULL_STATUS.get(code, "other"))
         step = next_step(code, text)
+        if self._group is not None and self._group.on_status(code, text, slot.pin_id):
+            self._on_pin_lost(f"{code} {text}".strip())
         if step is PullStep.ALIVE or not self._open:
             if self._open and self._passed:
                 self._note_passed(header, self._passed)
@@ -322,7 +385,7 @@ class PullEngine:
             slot.unlimited = True
         elif step is PullStep.WAIT_FOR_ROOM:
             self._hold_until_tick = True
-        elif step in {PullStep.NEW_SESSION, PullStep.RECREATE, PullStep.REFUSED}:
+        elif step in _ENDS_SESSION or (step is PullStep.UNPINNED and not self._shared):
             log = _log.error if step is PullStep.REFUSED else _log.warning
             log("pull ended by the server", status=code, text=text, consumer=self._consumer, next=step.value)
             self.new_session(f"{code} {text}".strip())
@@ -341,6 +404,8 @@ class PullEngine:
 
     def _on_state(self, state: ConnectionState, reason: str) -> None:
         # Also on the way back up: the subscriptions of the old connection are gone.
+        if self._group is not None:
+            self._group.on_reconnect()
         self.new_session(f"connection {state.value}: {reason}")
 
     async def _supervise(self) -> None:
@@ -411,3 +476,6 @@ class PullEngine:
                     self._metrics.pull_missed_heartbeats.inc()
                     self.new_session("two heartbeats missed")
             self.refill()
+            if self._group is not None and not self._suspended:
+                # Also between two sessions: `prepare` may have to wait, and nobody else should begin meanwhile.
+                self._group.keep(self._wire, self._next_subject, loop.time())

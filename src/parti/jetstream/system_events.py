@@ -45,7 +45,8 @@ class SystemEvents:
     """Listens with a connection of its own from `start` to `stop`.
 
     `settings` hold the address and the credentials of a user of the system account, who needs to subscribe to
-    `$SYS.ACCOUNT.*.CONNECT`, `$SYS.ACCOUNT.*.DISCONNECT` and `_INBOX.>` and to publish to `$SYS.REQ.SERVER.PING`.
+    `$SYS.ACCOUNT.*.CONNECT`, `$SYS.ACCOUNT.*.DISCONNECT` and `<inbox_prefix>.>`, and to publish to
+    `$SYS.REQ.SERVER.PING`.
     `on_connect(ref)` and `on_disconnect(ref, reason)` are called on the event loop for every client of `account` (all
     accounts by default); they must not block, and what they raise is logged.
     """

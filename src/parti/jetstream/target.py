@@ -57,6 +57,7 @@ class Target:
     tls_key: str | None = None
     tls_hostname: str | None = None
     tls_handshake_first: bool = False
+    inbox_prefix: str = "_INBOX"
     connect_timeout_s: float = 10.0
 
     @classmethod
@@ -88,6 +89,7 @@ class Target:
             tls_key=path("tls_key"),
             tls_hostname=settings.tls_hostname,
             tls_handshake_first=settings.tls_handshake_first,
+            inbox_prefix=settings.inbox_prefix,
             connect_timeout_s=settings.connect_timeout_s,
         )
 

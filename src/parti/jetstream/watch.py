@@ -29,6 +29,7 @@ from parti.model.subjects import first_overlap, tokens_of, within
 _log = structlog.get_logger("parti.watch")
 
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
+_MOMENT_S = 0.001
 _SETTLED_S = 1.0
 _DELETE_S = 1.0
 _OPEN_S = 3.0
@@ -271,7 +272,8 @@ class Watch:
                 return
             if _now() >= session.silent_at_s:
                 raise _DoubtError("the consumer is silent: its heartbeats are missing")
-            await self._wait(min(session.silent_at_s, resync_at_s) - _now())
+            # A moment longer: a timer that rounding lets end too early would be set again and again.
+            await self._wait(min(session.silent_at_s, resync_at_s) - _now() + _MOMENT_S)
 
     async def _finish_state(self, session: WatchSession) -> None:
         """Report what is gone, and that the whole state is known."""

@@ -151,6 +151,11 @@ class Wire:
         self.write(b"SUB %b  %b\r\n" % (subject.encode(), sid))
         return sid
 
+    def redirect(self, sid: bytes, sink: Sink) -> None:
+        """Give what still comes on a subscription to another sink."""
+        if sid in self._sinks:
+            self._sinks[sid] = sink
+
     def unsubscribe(self, sid: bytes) -> None:
         """End a subscription; what is still on its way is dropped."""
         if self._sinks.pop(sid, None) is not None:

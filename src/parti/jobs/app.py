@@ -11,10 +11,11 @@ from parti.errors import ConfigError, HandlerMissing
 from parti.jobs.calls import JobHandler
 from parti.jobs.scheduler import WeightedScheduler
 from parti.jobs.settings import JobSettings, load_jobs
-from parti.jobs.worker import JobSource, JobWorker
+from parti.jobs.worker import JobSource, JobWorker, Lifespan
 from parti.model.subjects import tokens_of
 
 _H = TypeVar("_H", bound=JobHandler)
+_L = TypeVar("_L", bound=Lifespan)
 
 
 class JobApp:
@@ -42,6 +43,7 @@ class JobApp:
         self.subject = subject
         self.overrides: Mapping[str, Any] = dict(settings)
         self._handler: JobHandler | None = None
+        self._lifespan: Lifespan | None = None
 
     def handler(self, function: _H) -> _H:
         """Register the handler: `async def` runs on the event loop, a plain function in a thread."""
@@ -50,6 +52,24 @@ class JobApp:
         if self._handler is not None:
             raise ConfigError("this app has a handler already; one app has exactly one")
         self._handler = function
+        return function
+
+    def lifespan(self, function: _L) -> _L:
+        """Register what the handler needs for as long as a worker runs: an async context manager, given the worker.
+
+        It is entered before the first job is received and left after the last one has ended; what it yields is
+        `job.resources`. What it raises at its entry keeps the worker from starting.
+
+        Example:
+            @jobs.lifespan
+            @asynccontextmanager
+            async def connect(worker: parti.jobs.JobWorker) -> AsyncIterator[Store]:
+                async with open_store(worker.settings) as store:
+                    yield store
+        """
+        if self._lifespan is not None:
+            raise ConfigError("this app has a lifespan already; one app has at most one")
+        self._lifespan = function
         return function
 
     def worker(self, *, scheduler: WeightedScheduler | None = None, **overrides: Any) -> JobWorker:
@@ -63,7 +83,7 @@ class JobApp:
         given = {**self.overrides, **{k: v for k, v in overrides.items() if v is not None}}
         own = {name: value for name, value in given.items() if name in JobSettings.model_fields}
         general = {name: value for name, value in given.items() if name not in JobSettings.model_fields}
-        source = JobSource(self.stream, self.subject, self._handler)
+        source = JobSource(self.stream, self.subject, self._handler, self._lifespan)
         return JobWorker(load_settings(general), load_jobs(own), source, scheduler)
 
     @asynccontextmanager

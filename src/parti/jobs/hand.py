@@ -57,6 +57,8 @@ class HandPorts:
     scheduler: WeightedScheduler
     dead_letters: DeadLetterStream
     metrics: Metrics
+    resources: object = None
+    """What the app's lifespan has opened."""
 
 
 class Hand:
@@ -79,7 +81,6 @@ class Hand:
         self._leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._rejections: set[asyncio.Task[None]] = set()
         self.finished = 0
         """Jobs done, failed or cancelled here."""
         self.on_room: Callable[[], None] = lambda: None
@@ -127,6 +128,7 @@ class Hand:
         ownership = Ownership(Partition(name, name, {}), self._stream, self._worker_id)
         message = Message(name, payload, info.stream_seq, ownership, reply, header, time.time())
         job = Job(message, self._durable, self._ports.scheduler, lambda: self._mark(info.stream_seq))
+        job.resources = self._ports.resources
         held = Held(job)
         held.before, self._last = self._last, held.claimed
         self._held[held.seq] = held

@@ -46,6 +46,8 @@ class Job:
         self.message = message
         self.attempt = 1
         """1, and one more after each attempt that failed or whose process died."""
+        self.resources: Any = None
+        """What the app's lifespan has opened for this worker; None without one."""
         self._durable = durable
         self._scheduler = scheduler
         self._changed = changed

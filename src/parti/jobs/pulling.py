@@ -16,6 +16,7 @@ from contextlib import suppress
 import structlog
 
 from parti.core.batch import pull_size
+from parti.core.priority import PullOptions
 from parti.core.pull_status import PullStep, next_step
 from parti.errors import ConnectionFailed, PartiError
 from parti.jetstream.connection import Connection, ConnectionState
@@ -52,6 +53,7 @@ class JobPull:
         batch: int,
         limit: int,
         timeout_s: float,
+        options: PullOptions,
         held: Callable[[], int],
         deliver: Callable[[bytes, bytes, bytes | None, bytes], None],
         prepare: Callable[[], Awaitable[None]],
@@ -65,6 +67,7 @@ class JobPull:
         self._batch = batch
         self._limit = limit
         self._timeout_s = timeout_s
+        self._options = options.fields()
         self._held = held
         self._deliver = deliver
         self._prepare = prepare
@@ -163,7 +166,7 @@ class JobPull:
 
     def _request(self, size: int) -> None:
         self._pulls += 1
-        body = json.dumps({"batch": size, "expires": int(self._timeout_s * 1e9)}).encode()
+        body = json.dumps({"batch": size, "expires": int(self._timeout_s * 1e9), **self._options}).encode()
         if not self._wire.write(pub(self._subject, body, f"{self._inbox}.{self._pulls}".encode())):
             self._broken = "no connection"
             return
@@ -199,7 +202,7 @@ class JobPull:
         self._credit = 0
         if step is PullStep.WAIT_FOR_ROOM:
             self._wait_for_room = True
-        elif step in {PullStep.NEW_SESSION, PullStep.RECREATE, PullStep.REFUSED}:
+        elif step in {PullStep.NEW_SESSION, PullStep.RECREATE, PullStep.REFUSED, PullStep.UNPINNED}:
             self._broken = f"{code} {text}".strip()
         self._changed.set()
 

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from parti.config import load_table
+from parti.config.loading import load_table
 from parti.core.admission import LookAhead
 from parti.core.job_profiles import HEARTBEATS_IN_ACK_WAIT, tuned
+from parti.core.priority import HIGHEST, LOWEST, Policy, PriorityGroup, PullOptions, check_name
 from parti.errors import ConfigError
 from parti.setting_types import Name
 
@@ -66,6 +67,17 @@ class JobSettings(BaseModel):
     """How long the record of a job is kept after its end; by it a job that is delivered again is known to be done."""
     retention: Literal["workqueue", "limits", "interest"] = "workqueue"
     """Retention of the stream, if it does not exist and is made."""
+    priority_policy: Literal["none", "overflow", "prioritized"] = "none"
+    """How the server chooses among workers of several regions, the same for all of them: `overflow` by how much is
+    pending, `prioritized` by `priority`; fixed when the consumer is made."""
+    priority_group: str = "jobs"
+    """Name of the consumer's priority group, if there is a policy."""
+    min_pending: int = Field(default=0, ge=0)
+    """With `overflow`: this worker gets jobs only while at least so many are waiting; 0: no such condition."""
+    min_ack_pending: int = Field(default=0, ge=0)
+    """With `overflow`: or while workers hold at least so many; either of the two conditions is enough."""
+    priority: int = Field(default=0, ge=HIGHEST, le=LOWEST)
+    """With `prioritized`: this worker gets jobs only while no worker with a smaller number asks for some."""
 
     @property
     def ack_wait_s(self) -> float:
@@ -76,6 +88,19 @@ class JobSettings(BaseModel):
     def max_ack_pending(self) -> int:
         """Most jobs that all workers together hold."""
         return self.max_capacity * self.workers
+
+    @property
+    def group(self) -> PriorityGroup | None:
+        """The priority group of the consumer."""
+        if self.priority_policy == "none":
+            return None
+        return PriorityGroup(self.priority_group, Policy(self.priority_policy))
+
+    @property
+    def pull_options(self) -> PullOptions:
+        """What the pulls of this worker say of its place in the group."""
+        name = self.priority_group if self.group else ""
+        return PullOptions(name, self.min_pending, self.min_ack_pending, self.priority or None)
 
     @property
     def fairness(self) -> LookAhead:
@@ -106,12 +131,31 @@ class JobSettings(BaseModel):
                 f"fetch_timeout_s={self.fetch_timeout_s:g} must be below ack_wait_minutes={self.ack_wait_minutes:g} "
                 f"({self.ack_wait_s:g} s)"
             )
+        self._check_priority()
         if self.keep_s <= self.ack_wait_s:
             raise ValueError(
                 f"keep_s={self.keep_s:g} must exceed ack_wait_minutes={self.ack_wait_minutes:g} ({self.ack_wait_s:g} "
                 f"s), or a job that is delivered again is not known to be done"
             )
         return self
+
+    def _check_priority(self) -> None:
+        meant_for = {"min_pending": "overflow", "min_ack_pending": "overflow", "priority": "prioritized"}
+        for name, policy in meant_for.items():
+            if getattr(self, name) and self.priority_policy != policy:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} says something only with priority_policy={policy}, but it is "
+                    f"priority_policy={self.priority_policy}"
+                )
+        try:
+            check_name(self.priority_group)
+        except ConfigError as error:
+            raise ValueError(f"priority_group={self.priority_group}: {error}") from None
+        if self.min_ack_pending >= self.max_ack_pending:
+            raise ValueError(
+                f"min_ack_pending={self.min_ack_pending} must be below max_capacity={self.max_capacity} x "
+                f"workers={self.workers} = {self.max_ack_pending}, at which the server gives out nothing more"
+            )
 
 
 def load_jobs(overrides: Mapping[str, object] | None = None, *, config_file: Path | None = None) -> JobSettings:

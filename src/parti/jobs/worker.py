@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import structlog
 
 from parti.config import Settings
 from parti.core.consumer_config import ConsumerTuning, build_config
 from parti.core.job_claims import Claimant
-from parti.core.retry import RetryPolicy
-from parti.errors import ApiError, ConfigError, NotFound, PermissionDenied, SubjectMismatch
+from parti.core.priority import check_update, with_group
+from parti.core.retry import RetryPolicy, describe
+from parti.errors import ApiError, ConfigError, NotFound, PartiError, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
-from parti.jetstream.connection import Connection, ConnectionState
+from parti.jetstream.connection import Connection
 from parti.jetstream.dead_letters import DeadLetterStream
 from parti.jetstream.kv import Bucket, Entry
+from parti.jetstream.lifecycle import Lifecycle
+from parti.jetstream.priority import put_consumer
+from parti.jetstream.vitals import Vitals
 from parti.jetstream.watch import Watch
 from parti.jetstream.wire import Wire
 from parti.jobs.board import JobBoard
@@ -31,12 +36,11 @@ from parti.jobs.scheduler import WeightedScheduler
 from parti.jobs.settings import JobSettings
 from parti.model.job import BUCKET_SUFFIX, cancel_key, parse_key
 from parti.model.subjects import within
-from parti.telemetry.health import Health
-from parti.telemetry.http import MetricsServer
-from parti.telemetry.metrics import Metrics
-from parti.telemetry.tasks import watched
+from parti.telemetry.tracing import traced
 
 _log = structlog.get_logger("parti.jobs")
+
+Lifespan: TypeAlias = Callable[["JobWorker"], AbstractAsyncContextManager[object]]
 
 _MAX_WAITING = 512
 _NAME_IN_USE = 10058
@@ -49,6 +53,8 @@ class JobSource:
     stream: str
     subject: str
     handler: JobHandler
+    lifespan: Lifespan | None = None
+    """What the handler needs for as long as a worker runs."""
 
 
 def durable_name(settings: Settings, jobs: JobSettings) -> str:
@@ -75,8 +81,10 @@ class JobWorker:
         self.jobs = jobs
         self.durable = durable_name(settings, jobs)
         self.worker_id = settings.worker_id or _own_name()
-        self.metrics = Metrics(self.worker_id)
-        self.health = Health()
+        self._vitals = Vitals(self.worker_id)
+        self._life = Lifecycle(self._vitals)
+        self.metrics = self._vitals.metrics
+        self.health = self._vitals.health
         self.scheduler = scheduler or WeightedScheduler(
             jobs.max_capacity, look_ahead=jobs.fairness, metrics=self.metrics
         )
@@ -85,13 +93,9 @@ class JobWorker:
         self._source = source
         self._incarnation = uuid.uuid4().hex[:12]
         self._connection: Connection | None = None
-        self._server: MetricsServer | None = None
         self._hand: Hand | None = None
         self._pull: JobPull | None = None
-        self._calls: Calls | None = None
-        self._watch: Watch | None = None
-        self._beat: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._resources = AsyncExitStack()
         self._created = ""
 
     @property
@@ -107,24 +111,20 @@ class JobWorker:
     @property
     def metrics_port(self) -> int | None:
         """Port that serves `/metrics` and `/healthz`, or None."""
-        return self._server.port if self._server else None
+        return self._vitals.port
 
     async def start(self) -> None:
         """Connect, make sure of stream, consumer and records, and begin to pull."""
-        try:
-            await self._start()
-        except BaseException:
-            await self._close()
-            raise
+        await self._life.begin(self._start)
 
     async def _start(self) -> None:
         settings, jobs, source = self.settings, self.jobs, self._source
+        handler = source.handler
+        if settings.tracing:
+            handler = traced(handler, lambda job: job.message, lambda job: job.attempt)
         self.on_worker_id(self.worker_id)
-        connection = await Connection.open(settings, name=f"{self.durable}-{self.worker_id}")
-        self._connection = connection
-        connection.on_state(self._on_state)
-        connection.on_permission_denied(self._on_denied)
-        self.metrics.connection_state.set(connection.state.value)
+        name = f"{self.durable}-{self.worker_id}"
+        connection = self._connection = await self._life.connect(settings, name=name)
         api = JetStreamApi(connection)
         await api.account_info()
         stream = await self._ensure_stream(api)
@@ -133,16 +133,12 @@ class JobWorker:
         dead_letters = await DeadLetterStream.open(
             api,
             self.health,
-            stream=settings.dead_letter_stream,
-            subject=settings.dead_letter_subject,
-            replicas=settings.replicas,
+            settings,
             max_payload=connection.max_payload,
             omit_large=stream.retention == "limits",
         )
         await self._ensure_consumer(api)
-        if settings.metrics_port is not None:
-            self._server = MetricsServer(self.metrics, self.health, settings.metrics_host, settings.metrics_port)
-            self._server.start()
+        self._vitals.serve(settings)
         wire = Wire(connection.client, plain=settings.protocol_reader == "plain")
         claimant = Claimant(self._incarnation, jobs.ack_wait_s, jobs.job_crash_limit)
         board = JobBoard(
@@ -157,8 +153,10 @@ class JobWorker:
             keep_s=jobs.keep_s,
             report_interval_s=jobs.report_interval_s,
         )
-        self._calls = Calls(source.handler, threads=jobs.max_capacity, timeout_s=settings.handler_timeout_s)
-        ports = HandPorts(connection, wire, board, self._calls, self.scheduler, dead_letters, self.metrics)
+        resources = await self._enter_lifespan()
+        calls = Calls(handler, threads=jobs.max_capacity, timeout_s=settings.handler_timeout_s)
+        self._life.call(calls.stop)
+        ports = HandPorts(connection, wire, board, calls, self.scheduler, dead_letters, self.metrics, resources)
         hand = self._hand = Hand(
             ports,
             stream=source.stream,
@@ -168,9 +166,9 @@ class JobWorker:
             heartbeat_s=jobs.heartbeat_interval_s,
         )
         connection.on_state(lambda state, reason: hand.reconnected(state))
-        self._watch = Watch(connection, api, bucket.name, (cancel_key(self.durable, 0)[:-1] + "*",), self._on_cancel)
-        await self._watch.start()
-        self._beat = watched(hand.beat(), "job-heartbeats", self.health)
+        watch = Watch(connection, api, bucket.name, (cancel_key(self.durable, 0)[:-1] + "*",), self._on_cancel)
+        self._life.hold(watch.stop)
+        await watch.start()
         self._pull = JobPull(
             connection,
             wire,
@@ -181,12 +179,32 @@ class JobWorker:
             batch=jobs.fetch_batch_size,
             limit=jobs.max_capacity,
             timeout_s=jobs.fetch_timeout_s,
+            options=jobs.pull_options,
             held=lambda: hand.count,
             deliver=hand.deliver,
             prepare=lambda: self._ensure(api),
         )
+        self._life.hold(self._pull.stop)
+        self._life.run(hand.beat(), "job-heartbeats")
         hand.on_room = self._pull.room_changed
         self._pull.start()
+
+    async def _enter_lifespan(self) -> object:
+        if self._source.lifespan is None:
+            return None
+        self._life.hold(self._leave_lifespan)
+        try:
+            return await self._resources.enter_async_context(self._source.lifespan(self))
+        except PartiError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the app's lifespan could not be entered: {describe(error)}") from error
+
+    async def _leave_lifespan(self) -> None:
+        try:
+            await self._resources.aclose()
+        except Exception:
+            _log.exception("the app's lifespan did not end well")
 
     def announce(self) -> None:
         """Say in one log line what this worker does."""
@@ -236,12 +254,14 @@ class JobWorker:
 
     async def _ensure_consumer(self, api: JetStreamApi) -> None:
         """The consumer with these settings; one that reads something else is not touched."""
+        assert self._connection
         stream, subject, name = self._source.stream, self._source.subject, self.durable
         tuning = ConsumerTuning(self.jobs.ack_wait_s, self.jobs.max_ack_pending, _MAX_WAITING, 0.0)
         try:
             found = await api.consumer_info(stream, name)
         except NotFound:
-            await api.put_consumer(stream, build_config(name, [subject], tuning), action="create")
+            made = build_config(name, [subject], tuning, group=self.jobs.group)
+            await put_consumer(self._connection, stream, made, action="create")
             _log.info(
                 f"consumer {name!r} made with max_ack_pending={self.jobs.max_ack_pending}",
                 stream=stream,
@@ -259,10 +279,11 @@ class JobWorker:
                 f"consumer {name!r} of stream {stream!r} is no pull consumer with explicit acknowledgements; give "
                 f"these jobs another durable, or delete that consumer"
             )
+        check_update(found.config, with_group(found.config, self.jobs.group))
         wanted = build_config(name, [subject], tuning, existing=found.config)
         same = ("ack_wait", "max_ack_pending", "max_deliver", "inactive_threshold")
         if any(found.config.get(field, 0) != wanted[field] for field in same):
-            await api.put_consumer(stream, wanted, action="update")
+            await put_consumer(self._connection, stream, wanted, action="update")
             _log.info(f"consumer {name!r} changed to max_ack_pending={self.jobs.max_ack_pending}", stream=stream)
 
     # ── what happens to it ────────────────────────────────────────────────────────────────────────────────────
@@ -272,49 +293,22 @@ class JobWorker:
         if self._hand and entry.value == self._created.encode():
             self._hand.cancel(parse_key(key)[1])
 
-    def _on_denied(self, denied: PermissionDenied) -> None:
-        self.health.raise_signal("permissions", str(denied))
-
-    def _on_state(self, state: ConnectionState, reason: str) -> None:
-        self.metrics.connection_state.set(state.value)
-        if state is ConnectionState.CONNECTED:
-            self.metrics.reconnects.inc()
-            self.health.clear("connection")
-        else:
-            self.health.raise_signal("connection", f"{state.value}: {reason}")
-
     async def stop(self, *, drain: bool = True) -> bool:
         """Leave; True when nothing was interrupted that ran.
 
         What has not had any slots is given back at once, what runs may finish within `drain_timeout_s`; then it is
         interrupted, given back, and will be delivered again.
         """
-        if self._stopped:
-            return True
-        self._stopped = True
-        clean = True
-        if self._hand and self._pull:
-            self._hand.leave()
-            await self._pull.stop()
-            clean = await self._hand.drain(self.settings.drain_timeout_s if drain else 0.0)
-            await self._hand.stop()
-        await self._close()
-        return clean
+        return await self._life.end(lambda: self._leave(self.settings.drain_timeout_s if drain else 0.0))
 
-    async def _close(self) -> None:
-        if self._beat:
-            self._beat.cancel()
-            await asyncio.gather(self._beat, return_exceptions=True)
-        if self._pull:
-            await self._pull.stop()
-        if self._watch:
-            await self._watch.stop()
-        if self._calls:
-            self._calls.stop()
-        if self._server:
-            self._server.stop()
-        if self._connection:
-            await self._connection.close()
+    async def _leave(self, drain_s: float) -> bool:
+        if not (self._hand and self._pull):
+            return True
+        self._hand.leave()
+        await self._pull.stop()
+        clean = await self._hand.drain(drain_s)
+        await self._hand.stop()
+        return clean
 
 
 def _own_name() -> str:

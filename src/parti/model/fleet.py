@@ -2,6 +2,7 @@
 
     fleet                 FleetRecord    what this fleet works on; written once, by the first worker
     ids.<worker>          MemberRecord   lease of a stable worker id; written by its holder, expires by itself
+    standby.<worker>.<x>  StandbyRecord  a process that waits for that id; written by it, expires by itself
     health.<worker>       HealthRecord   what that worker has applied and how it fares
     progress.<worker>     Progress       its positions (`parti.core.progress`)
     load.<worker>         LoadRecord     how much work its partitions are, as measured, with strategy `load`
@@ -9,6 +10,8 @@
     claims.<partition>    Claim          who owns a partition; written by the rebalancer only
     assignment.<worker>   Assignment     what a worker is to own, derived from the claims; rebalancer only
     orders                Orders         what operators want: placements, drained workers, pauses
+    migration             MigrationRecord  how far a migration from older consumers is (`parti.model.migration`)
+    migration.<partition> OldConsumer    the consumer that had it before, and who has it now; `parti migrate` only
     state.<partition>     StatePointer   where the state of a stateful handler lies (`parti.model.state`)
     mirror                MirrorRecord   how far the hot mirror may be trimmed (`parti.core.hot_mirror`); cleanup only
 
@@ -72,6 +75,19 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     ttl_seconds: float
 
 
+class StandbyRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """A process that stands by to take a worker id over: for people to see, nobody decides by it."""
+
+    worker: str
+    rank: int = 0
+    """Of several, those with smaller numbers go first."""
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+    since: datetime
+    ttl_seconds: float
+
+
 class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """What a worker says of itself with each heartbeat."""
 
@@ -96,6 +112,15 @@ class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     updates: int = 0
     """Consumer updates since it started."""
     updates_skipped: int = 0
+    in_hand: int = 0
+    """Messages delivered to it and not yet acknowledged."""
+    p50_ms: float = 0.0
+    """Time that half of its handler calls took at most, since the heartbeat before; 0: there were none."""
+    p99_ms: float = 0.0
+    parked: tuple[str, ...] = ()
+    """Partitions that it reads from the stream itself, because they hold up others or have just come; the first."""
+    failing: dict[str, str] = {}
+    """Partitions whose next message has failed and will be tried again, and the error; the first."""
     problems: tuple[str, ...] = ()
     """Reasons why it is unhealthy."""
     at: datetime
@@ -164,6 +189,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     term: int
     reason: str = ""
     """Why it was given to its owner, in a few words."""
+    cause: str = ""
+    """The same in one word (`parti.core.causes`)."""
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -177,13 +204,25 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     """Partitions that nobody is to handle."""
     hold_moves: bool = False
     """No planned moves between live workers."""
+    withheld: tuple[str, ...] = ()
+    """Partitions that consumers outside of the fleet still handle (`parti migrate`): nobody here is to."""
+
+    @property
+    def resting(self) -> frozenset[str]:
+        """Partitions that nobody of the fleet is to handle, for whatever reason."""
+        return frozenset(self.paused) | frozenset(self.withheld)
 
 
 class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """How far somebody is about to trim the hot mirror: nobody begins to read it below."""
+    """What the keeper of the hot mirror is about to do; nobody begins to read it below `trim` or `room`."""
 
     stream_created: str
     trim: int
+    """How far it may be trimmed."""
+    room: int = 0
+    """Those who need something older are asked to begin here."""
+    remaking: bool = False
+    """It is about to be deleted and made anew."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

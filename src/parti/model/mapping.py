@@ -136,6 +136,18 @@ class SubjectMapping:
                 values.append(token if isinstance(token, str) else str(self._hash(tokens)))
         return ".".join(values)
 
+    def undo(self, stored: str) -> str | None:
+        """The subject whose messages are stored under `stored`; None when that cannot be told, or there is none."""
+        tokens = stored.split(".")
+        if len(tokens) != len(self._destination):
+            return None
+        published = list(self._source)
+        for token, value in zip(self._destination, tokens, strict=True):
+            if isinstance(token, _Wildcard):
+                published[self._wildcards[token.index - 1]] = value
+        subject = ".".join(published)
+        return subject if self.apply(subject) == stored else None
+
     def partition_of(self, subject: str) -> int:
         """The slot of a published subject; raises `SubjectMismatch` when the source does not match it."""
         tokens = self._match(subject)

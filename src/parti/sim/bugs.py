@@ -17,6 +17,7 @@ from parti.model.partition import Partition
 from parti.sim.patches import Patches
 from parti.worker.consumer import WorkerConsumer
 from parti.worker.lanes import Lanes
+from parti.worker.roster import Roster
 from parti.worker.starts import Starts
 
 
@@ -43,11 +44,11 @@ def _filter_edit_without_backfill(patches: Patches) -> None:
     async def find_nothing(self: Starts, partition: Partition) -> int | None:
         return None
 
-    def go_live(self: Lanes, partition: Partition, position: int, *, feed_to: int = 0) -> None:
+    def go_live(self: Roster, partition: Partition, position: int, *, feed_to: int = 0) -> None:
         pass
 
     patches.set(Starts, "first_unfinished", find_nothing)
-    patches.set(Lanes, "gain", go_live)
+    patches.set(Roster, "gain", go_live)
 
 
 def _position_before_finish(patches: Patches) -> None:

@@ -114,4 +114,5 @@ def _base_settings() -> Settings:
         pull_expires_s=5.0,
         drain_timeout_s=3.0,
         hot_mirror="off",  # the model of the server has no mirrors
+        history=False,  # nor streams whose messages expire
     )

@@ -27,25 +27,11 @@ from parti.model.ledger import DEAD_LETTERED, OUTCOMES
 from parti.spark.audit_checks import FINISHED, ROWS, SETTLED, STORED, lay_out, mark
 from parti.spark.audit_verdicts import EXCUSED, judge, leave_out_reported, mark_lost, microseconds
 from parti.spark.ledger import missing_batches
+from parti.spark.promises import LEDGER_WHOLE, POSITIONS_WITHIN_DATA, Check
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-POSITIONS_WITHIN_DATA: Final = "PositionsWithinData"
-"""No position lies beyond the end of the stream."""
-LEDGER_WHOLE: Final = "LedgerWhole"
-"""No batch of the ledger is missing, and all can be read."""
-TITLES: Final[Mapping[str, str]] = {
-    Invariant.NO_LOSS.value: "lost",
-    Invariant.NO_REPEAT_ON_PLANNED_MOVE.value: "repeated",
-    Invariant.BOUNDED_REPEAT_ON_CRASH.value: "repeated beyond what a crash excuses",
-    Invariant.ORDER.value: "out of order",
-    Invariant.ONE_OWNER.value: "overlapping owners",
-    Invariant.EPOCH_GROWS.value: "fence going back",
-    POSITIONS_WITHIN_DATA: "positions ahead of the data",
-    LEDGER_WHOLE: "ledger batches missing or damaged",
-}
-"""What is counted under each name."""
 TROUBLES: Final = "process string, died_us bigint, lapses array<struct<from_us: bigint, until_us: bigint>>"
 KEPT_ROWS: Final = (
     "partition string, seq bigint, worker string, process string, fence bigint, attempt int, dead boolean, "
@@ -83,27 +69,6 @@ class Keep:
     """Those of messages from here on: whether they are stored is not known yet."""
     processes: DataFrame | None = None
     """process, from_us: those finished from here on by processes that may crash, or that did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One promise, and what was found against it."""
-
-    name: str
-    count: int
-    consequences: int = 0
-    """Further violations that only follow from those that are counted, here or under another name."""
-    examples: tuple[Mapping[str, Any], ...] = ()
-
-    @property
-    def title(self) -> str:
-        """What is counted."""
-        return TITLES[self.name]
-
-    @property
-    def held(self) -> bool:
-        """Whether nothing was found."""
-        return self.count == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +232,8 @@ def _tables(
         "fence",
         sf.timestamp_micros("started_us").alias("at"),
         (sf.greatest(sf.col("started_us") - there, sf.lit(0)) / 1e6).alias("pause_s"),
-        sf.when(sf.col("died_before_us").isNull(), "planned").otherwise("crash").alias("reason"),
+        # What it had handed over before it died was no consequence of that.
+        sf.when(sf.col("started_us") > sf.col("died_before_us"), "crash").otherwise("planned").alias("reason"),
     )
     dead = marked.where(finished & fresh & sf.col("dead")).select(
         "partition", "seq", "worker", "process", "fence", "attempt", sf.timestamp_micros("finished_us").alias("at")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parti.spark.audit import AuditResult, audit
-from parti.spark.audit_report import measure_traffic, take_picture, write_report
+from parti.spark.audit_report import measure_traffic, take_picture
 from parti.spark.audit_sources import Material, Prepared, read
 from parti.spark.audit_state import load_carried, save_state
+from parti.spark.report_page import Picture, write_report
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -27,6 +28,8 @@ class Wishes:
     output: str | None = None
     """Directory for the result tables."""
     report: Path | None = None
+    finish: Callable[[Picture], Picture] = field(default=lambda picture: picture)
+    """What else the report is to show."""
 
 
 def run(
@@ -57,7 +60,7 @@ def run(
             _write_tables(spark, wishes.output, result, added=carried is not None)
         if wishes.report:
             say(f"writing {wishes.report}")
-            wishes.report.write_text(_report(prepared, material, result))
+            wishes.report.write_text(write_report(wishes.finish(_picture(prepared, material, result))))
         if wishes.state:
             say(f"writing the state to {wishes.state}")
             save_state(wishes.state, material.mark, result.next)
@@ -79,7 +82,7 @@ def _write_tables(spark: SparkSession, directory: str, result: AuditResult, *, a
     row.coalesce(1).write.mode(mode).text(f"{directory.rstrip('/')}/audit_summary")
 
 
-def _report(prepared: Prepared, material: Material, result: AuditResult) -> str:
+def _picture(prepared: Prepared, material: Material, result: AuditResult) -> Picture:
     question = prepared.question
     traffic = measure_traffic(material.ledger, material.first_us, material.last_us)
     facts = {
@@ -87,4 +90,4 @@ def _report(prepared: Prepared, material: Material, result: AuditResult) -> str:
         "ledger": question.ledger_stream,
         "messages": f"{prepared.place.start:,} to {material.end_seq - 1:,}",
     }
-    return write_report(take_picture(f"Audit of {question.stream}", facts, result, traffic))
+    return take_picture(f"Audit of {question.stream}", facts, result, traffic)

@@ -32,6 +32,7 @@ CONNECTION_OPTIONS = (
     "tlsKey",
     "tlsHostname",
     "tlsHandshakeFirst",
+    "inboxPrefix",
     "connectTimeout",
 )
 SOURCE_OPTIONS = (
@@ -50,6 +51,7 @@ SOURCE_OPTIONS = (
     "filterPushdown",
 )
 DEFAULT_SERVERS = "nats://127.0.0.1:4222"
+DEFAULT_INBOX_PREFIX = "_INBOX"
 COLUMNS = ("stream", "seq", "subject", "timestamp", "headers", "payload")
 
 _SECRETS = {
@@ -157,6 +159,7 @@ def read_target(given: Mapping[str, str]) -> Target:
         tls_key=options.text("tlsKey"),
         tls_hostname=options.text("tlsHostname"),
         tls_handshake_first=options.flag("tlsHandshakeFirst", default=False),
+        inbox_prefix=_inbox_prefix(options.text("inboxPrefix")),
         connect_timeout_s=options.count("connectTimeout") or 10,
     )
     if target.password_env and not target.user:
@@ -181,6 +184,7 @@ def target_options(target: Target) -> dict[str, str]:
         "tlsKey": target.tls_key,
         "tlsHostname": target.tls_hostname,
         "tlsHandshakeFirst": "true" if target.tls_handshake_first else None,
+        "inboxPrefix": target.inbox_prefix,
         "connectTimeout": str(max(1, round(target.connect_timeout_s))),
     }
     return {name: value for name, value in values.items() if value}
@@ -282,6 +286,13 @@ def read_offset(name: str, text: str) -> Offset:
             f"2026-11-16T08:00:00Z"
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _inbox_prefix(text: str | None) -> str:
+    prefix = text or DEFAULT_INBOX_PREFIX
+    if not re.fullmatch(r"[^\s.*>]+(\.[^\s.*>]+)*", prefix):
+        raise ConfigError(f"inboxPrefix: {prefix!r}; expected a subject without wildcards, such as _INBOX_ingest")
+    return prefix
 
 
 def _header_form(text: str | None) -> HeaderForm:

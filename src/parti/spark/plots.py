@@ -25,10 +25,14 @@ svg.plot { width: 100%; height: auto; display: block; color: var(--ink); }
 svg.plot text { fill: var(--muted); font: 11px system-ui, sans-serif; }
 svg.plot .grid { stroke: var(--faint); stroke-width: 1; }
 svg.plot .axis { stroke: var(--muted); stroke-width: 1; }
+svg.plot .mark { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 3 3; }
+svg.plot text.mark-name { fill: var(--ink); font-weight: 600; }
 """
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 10, 30
 _TICKS = 5
+_STEPS_S, _MOST_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600), 10
+_MARK_PX, _LETTER_PX = 15, 6.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,21 @@ class Span:
     end: float
     series: int
     label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What an axis of time tells besides times."""
+
+    marks: Sequence[tuple[float, str]] = ()
+    """Moments (seconds since 1970) with a name, drawn as lines from top to bottom."""
+    since: float | None = None
+    """Seconds are counted from this moment; None: times of day, UTC."""
+    span: tuple[float, float] | None = None
+    """From when to when; None: as the values are."""
+
+
+_NO_MOMENTS = Moments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +111,12 @@ def bars_with_share(values: Sequence[float], *, unit: str = "s", width: int = 72
 
 
 def areas(
-    series: Mapping[str, Sequence[tuple[float, float]]], *, width: int = 720, height: int = 260, label: str = ""
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    width: int = 720,
+    height: int = 260,
+    label: str = "",
+    when: Moments = _NO_MOMENTS,
 ) -> str:
     """Series of the same moments (seconds since 1970, value), one on top of the other."""
     moments = sorted({at for points in series.values() for at, _ in points})
@@ -102,9 +126,10 @@ def areas(
     for points in series.values():
         for at, value in points:
             totals[at] += value
-    x = _Scale(moments[0], moments[-1], _LEFT, width - _RIGHT)
-    y = _Scale(0, _nice(max(totals.values())), height - _BOTTOM, _TOP)
-    parts = [_grid_y(y, width - _RIGHT, _number), _ticks_time(x, height)]
+    x = _Scale(*(when.span or (moments[0], moments[-1])), _LEFT, width - _RIGHT)
+    marks, top = _marks(x, height, when)
+    y = _Scale(0, _nice(max(totals.values())), height - _BOTTOM, top)
+    parts = [_grid_y(y, width - _RIGHT, _number), _ticks_time(x, height, when.since)]
     below = dict.fromkeys(moments, 0.0)
     for index, (name, points) in enumerate(series.items()):
         at_values = dict(points)
@@ -113,7 +138,7 @@ def areas(
         title = f"<title>{escape(name)}</title>"
         parts.append(f'<path d="{_steps(outline)}Z" fill="{colour(index)}" fill-opacity="0.8">{title}</path>')
         below = above
-    return _svg(parts, width, height, label or "values over time")
+    return _svg([*parts, marks], width, height, label or "values over time")
 
 
 def lines(
@@ -123,6 +148,7 @@ def lines(
     width: int = 720,
     height: int = 260,
     label: str = "",
+    when: Moments = _NO_MOMENTS,
 ) -> str:
     """Series of (seconds since 1970, value above 0) on a logarithmic axis."""
     values = [value for points in series.values() for _, value in points if value > 0]
@@ -130,37 +156,42 @@ def lines(
     if len(set(moments)) < 2 or not values:
         return _empty(width, height)
     low, high = 10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values)) + 1e-9)
-    x = _Scale(min(moments), max(moments), _LEFT, width - _RIGHT)
-    y = _Scale(low, max(high, low * 10), height - _BOTTOM, _TOP, log=True)
-    parts = [_ticks_time(x, height)]
+    x = _Scale(*(when.span or (min(moments), max(moments))), _LEFT, width - _RIGHT)
+    marks, top = _marks(x, height, when)
+    y = _Scale(low, max(high, low * 10), height - _BOTTOM, top, log=True)
+    parts = [_ticks_time(x, height, when.since)]
     for power in range(round(math.log10(y.low)), round(math.log10(y.high)) + 1):
         parts.append(_rule(y(10**power), width - _RIGHT, _length(10**power, unit)))
     for index, (_, points) in enumerate(series.items()):
         parts.append(_path([(x(at), y(value)) for at, value in points], colour(index)))
-    return _svg(parts, width, height, label or "values over time")
+    return _svg([*parts, marks], width, height, label or "values over time")
 
 
-def timeline(rows: Sequence[tuple[str, Sequence[Span]]], *, width: int = 720, row_px: int = 13) -> str:
+def timeline(
+    rows: Sequence[tuple[str, Sequence[Span]]], *, width: int = 720, row_px: int = 13, when: Moments = _NO_MOMENTS
+) -> str:
     """One line for each name: who had it from when to when."""
     spans = [span for _, found in rows for span in found]
     if not spans:
         return _empty(width, 80)
     wide = max(len(name) for name, _ in rows)
     left = min(220, max(_LEFT, 10 + round(wide * 6.2)))
-    height = _TOP + row_px * len(rows) + _BOTTOM
-    x = _Scale(min(s.start for s in spans), max(s.end for s in spans), left, width - _RIGHT)
-    parts = [_ticks_time(x, height)]
+    span = when.span or (min(s.start for s in spans), max(s.end for s in spans))
+    x = _Scale(*span, left, width - _RIGHT)
+    head = _marks(x, 0, when)[1]
+    height = head + row_px * len(rows) + _BOTTOM
+    parts = [_ticks_time(x, height, when.since)]
     for index, (name, found) in enumerate(rows):
-        top = _TOP + index * row_px
+        top = head + index * row_px
         shown = name if len(name) <= 34 else f"{name[:33]}…"
         parts.append(f'<text x="{left - 6}" y="{top + row_px - 4}" text-anchor="end">{escape(shown)}</text>')
-        for span in found:
-            wide_px, title = max(0.8, x(span.end) - x(span.start)), f"<title>{escape(span.label)}</title>"
+        for bar in found:
+            wide_px, title = max(0.8, x(bar.end) - x(bar.start)), f"<title>{escape(bar.label)}</title>"
             parts.append(
-                f'<rect x="{x(span.start)}" y="{top + 1}" width="{wide_px:.2f}" height="{row_px - 3}" rx="1.5" '
-                f'fill="{colour(span.series)}">{title}</rect>'
+                f'<rect x="{x(bar.start)}" y="{top + 1}" width="{wide_px:.2f}" height="{row_px - 3}" rx="1.5" '
+                f'fill="{colour(bar.series)}">{title}</rect>'
             )
-    return _svg(parts, width, height, f"owners of {len(rows)} partitions over time")
+    return _svg([*parts, _marks(x, height, when)[0]], width, height, f"owners of {len(rows)} partitions over time")
 
 
 def legend(names: Sequence[str]) -> str:
@@ -210,7 +241,11 @@ def _tick_x(at_px: float, height: int, text: str) -> str:
     )
 
 
-def _ticks_time(x: _Scale, height: int) -> str:
+def _ticks_time(x: _Scale, height: int, since: float | None) -> str:
+    if since is not None:
+        step = next((s for s in _STEPS_S if (x.high - x.low) / s <= _MOST_TICKS), _STEPS_S[-1])
+        first, last = math.ceil((x.low - since) / step), math.floor((x.high - since) / step)
+        return "".join(_tick_x(x(since + n * step), height, f"{n * step:g} s") for n in range(first, last + 1))
     days = x.high - x.low > 86_400
     fine = x.high - x.low < 10
     ticks = []
@@ -221,6 +256,23 @@ def _ticks_time(x: _Scale, height: int) -> str:
         inside = min(max(x(at), x.first_px + 14), x.last_px - 18)
         ticks.append(_tick_x(round(inside, 1), height, text))
     return "".join(ticks)
+
+
+def _marks(x: _Scale, height: int, when: Moments) -> tuple[str, int]:
+    """The named moments, and where the plot begins below their names; names that would meet take another line."""
+    parts: list[str] = []
+    ends_px: list[float] = []
+    for at, name in sorted(mark for mark in when.marks if x.low <= mark[0] <= x.high):
+        at_px, wide_px = x(at), len(name) * _LETTER_PX + 8
+        left_px = min(at_px - 2, x.last_px - wide_px)
+        line = next((n for n, end_px in enumerate(ends_px) if end_px <= left_px), len(ends_px))
+        ends_px[line : line + 1] = [left_px + wide_px]
+        top = _TOP + line * _MARK_PX
+        parts.append(
+            f'<line class="mark" x1="{at_px}" x2="{at_px}" y1="{top + 4}" y2="{height - _BOTTOM}"/>'
+            f'<text class="mark-name" x="{round(left_px, 1)}" y="{top}">{escape(name)}</text>'
+        )
+    return "".join(parts), _TOP + _MARK_PX * len(ends_px)
 
 
 def _steps(points: Sequence[tuple[float, float]]) -> str:

@@ -1,4 +1,5 @@
-"""The pytest fixtures `nats_server`, `nats_server_factory`, `nats_cluster` and `stream_name`.
+"""The pytest fixtures `nats_server`, `nats_server_factory`, `nats_cluster` and `stream_name`; `parti_run` and
+`parti_every_await` for whole apps.
 
 Servers are started by synchronous code: the fixtures belong to no event loop and serve plain and async tests alike.
 Imports are inside the fixtures, because this module is loaded by every pytest run wherever parti is installed.
@@ -16,6 +17,7 @@ import pytest
 
 if TYPE_CHECKING:
     from parti.embedded import Cluster, Server
+    from parti.testing.exploration import EveryAwait, Runner
 
 
 @pytest.fixture(scope="session")
@@ -61,3 +63,28 @@ def stream_name(request: pytest.FixtureRequest) -> str:
     """A stream name that no other test uses: letters, digits, `_`, at most 40 characters, good as a subject token."""
     readable = re.sub(r"\W+", "_", request.node.name, flags=re.ASCII).strip("_")[:31]
     return f"{readable}_{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def parti_run() -> Iterator[Runner]:
+    """Runs an app inside the test, on a server of its own: `async with parti_run(app) as run:`.
+
+    See `parti.testing.Runner` for its arguments and `parti.testing.Run` for what a test can do with `run`. Needs a
+    plugin for async tests that runs them on asyncio.
+    """
+    from parti.testing.exploration import Runner, quiet  # noqa: PLC0415
+
+    runner = Runner([])
+    with quiet():
+        yield runner
+    runner.close()
+
+
+@pytest.fixture
+def parti_every_await(parti_run: Runner) -> EveryAwait:
+    """Runs a scenario again and again, moving, pausing or killing its worker at each await of the handler.
+
+    `await parti_every_await(scenario)`, where `scenario` is an async function that takes what `parti_run` is and does
+    what a test does. See `parti.testing.EveryAwait`.
+    """
+    return parti_run.every_await()

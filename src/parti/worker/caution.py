@@ -18,7 +18,8 @@ import structlog
 
 from parti.core.lane import Lane, Phase
 from parti.model.fleet import Grant
-from parti.worker.lanes import Lanes, log_fields
+from parti.worker.failures import log_fields
+from parti.worker.lanes import Lanes
 
 _log = structlog.get_logger("parti.caution")
 _RETRY_S = 0.5
@@ -42,7 +43,7 @@ class Caution:
 
     def take(self, grants: Mapping[str, Grant]) -> None:
         """Learn from grants which partitions need care, and which messages are under suspicion."""
-        self._lanes.careful = {p: grant.careful_to for p, grant in grants.items() if grant.careful_to}
+        self._lanes.roster.careful = {p: grant.careful_to for p, grant in grants.items() if grant.careful_to}
         self._suspects = {p: (grant.suspect, grant.deaths) for p, grant in grants.items() if grant.deaths}
 
     async def stop(self) -> None:
@@ -116,7 +117,7 @@ class Caution:
         deaths = self._deaths(lane, seq)
         if deaths >= self._limit:
             self._not_tried(partition_id, seq)
-            self._lanes.bury_head(lane, f"{deaths} process{'es' * (deaths != 1)} died while handling it")
+            self._lanes.failures.bury_head(lane, f"{deaths} process{'es' * (deaths != 1)} died while handling it")
             return
         if deaths:
             _log.warning(

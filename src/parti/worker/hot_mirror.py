@@ -16,8 +16,8 @@ import msgspec
 import structlog
 
 from parti.config import Settings
-from parti.core.hot_mirror import Advice, Bounds, Chooser, Look, MirrorState, Move, mirror_config, safe_start
-from parti.errors import ApiError, NotFound, PartiError, RequestTimeout
+from parti.core.hot_mirror import Advice, Chooser, Look, MirrorState, Move, mirror_config
+from parti.errors import ApiError, NotFound, PartiError, PermissionDenied, RequestTimeout
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.mirror import Mirror
 from parti.model.fleet import MirrorRecord, decode
@@ -30,6 +30,9 @@ _log = structlog.get_logger("parti.mirror")
 KEY = "mirror"
 _LOOK_S, _LOOK_INSIDE_S = 1.0, 0.5
 _AFTER_REFUSAL_S = 30.0
+_REMADE_S, _REMADE_LOOK_S = 5.0, 0.1
+_WORTH_GOING_BACK = 1_000
+"""Messages that the server needs a quarter of a second to find in the stream."""
 _SIGNAL = "hot-mirror"
 
 
@@ -42,10 +45,9 @@ class Reading:
     """Names of the consumers: one, or the shards of the worker. All of them are on the mirror, or none."""
     reached: Callable[[], int]
     """One past the last message that was delivered."""
-    floor: Callable[[], int]
-    filters: Callable[[], int]
-    lowest: Callable[[], int]
+    need: Callable[[], int]
     """The lowest sequence that a new session would have to bring."""
+    filters: Callable[[], int]
     store: Callable[[], Awaitable[bool]]
     """Stores the positions."""
     begin_anew: Callable[[str], None]
@@ -75,11 +77,13 @@ class HotMirror:
         self._store = store
         self._mirror = Mirror(api, name)
         self._settings = settings
-        self._bounds = Bounds(settings.hot_mirror_max_bytes, settings.hot_mirror_max_age_s)
-        self._chooser = Chooser(settings.hot_mirror, self._bounds)
+        self._chooser = Chooser(settings.hot_mirror)
         self._metrics = metrics
         self._health = health
         self._reading: Reading | None = None
+        self._brings = 0
+        """The lowest sequence that the mirror can bring, as far as is known; 0 when there is none."""
+        self._subjects = 0
         self._created = ""
         self._refused_until_s = 0.0
 
@@ -92,31 +96,54 @@ class HotMirror:
         """Say whose mirror it is, before `run` and `entrance`."""
         self._reading = reading
 
+    def worth_going_back(self, spans: Sequence[tuple[int, int]]) -> int:
+        """Whether partitions that begin behind (position, and up to where) should be brought by the mirror.
+
+        Returns the lowest sequence that it can bring, or 0: they are few messages, or it is not read.
+        """
+        if not self.inside or not self._subjects:
+            return 0
+        messages = sum(max(0, bound + 1 - position) for position, bound in spans) / self._subjects
+        return self._brings if messages > _WORTH_GOING_BACK else 0
+
     async def entrance(self, created: str) -> int:
         """The lowest sequence at which a session on the mirror of the stream made at that time may begin.
 
-        The order matters: first this worker's floor is stored, then it is read how far trimming may go (see
+        The order matters: first it is stored what this worker needs, then it is read how far trimming may go (see
         `parti.core.hot_mirror`). Raises when that is not known, or the mirror is gone; the stream is read then.
         """
         reading = self._reading
         assert reading
         if not await reading.store():
             raise RequestTimeout("positions cannot be stored at present, and the mirror is not read before they are")
-        floor, mark, state = reading.floor(), await self._mark(), await self._mirror.state()
+        need, record = reading.need(), await self._settled_record()
+        state = await self._mirror.state()
         if state is None or not state.origin_created == self._created == created:
             # Whoever asks begins anew by itself, but further consumers of this worker have to be told.
             reason = "the mirror is gone, or the stream that it copies"
             self._go(Advice(Move.LEAVE, reason), begin=len(reading.consumers()) > 1)
             raise NotFound(10059, f"the hot mirror {self.name!r} is of no use now; the stream itself is read instead")
-        return max(floor, mark, safe_start(state, self._bounds))
+        return max(need, record.trim, record.room, state.begins)
 
-    async def _mark(self) -> int:
+    async def _settled_record(self) -> MirrorRecord:
+        """What the keeper has written down; while it makes the mirror anew it is waited for."""
+        record = await self._record()
+        deadline_s = time.monotonic() + _REMADE_S
+        while record.remaking and time.monotonic() < deadline_s:
+            await asyncio.sleep(_REMADE_LOOK_S)
+            record = await self._record()
+        return record
+
+    async def _record(self) -> MirrorRecord:
+        """What the keeper has written down."""
         entry = await self._store().get(KEY)
         try:
             record = decode(entry.value, MirrorRecord) if entry and entry.value else None
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise ApiError(0, f"the record {KEY!r} in the bucket is unreadable; delete it: {error}") from None
-        return record.trim if record and record.stream_created == self._created else 0
+        return (
+            record if record and record.stream_created == self._created else MirrorRecord(stream_created="", trim=0)
+        )
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,7 +160,9 @@ class HotMirror:
         reading = self._reading
         assert reading
         reached = reading.reached()
-        stream, mirror = await asyncio.gather(self._api.stream_info(reading.stream), self._mirror.state())
+        stream, mirror, record = await asyncio.gather(
+            self._api.stream_info(reading.stream), self._mirror.state(), self._record()
+        )
         waiting = False
         if not self.inside and stream.last_seq >= reached:
             pending = [n for name in reading.consumers() if (n := await self._pending(name)) is not None]
@@ -148,9 +177,13 @@ class HotMirror:
             filters=reading.filters(),
             reached=reached,
             waiting=waiting,
-            floor=reading.floor(),
+            need=reading.need(),
             mirror=mirror,
+            room=record.room,
+            remaking=record.remaking,
         )
+        self._brings = max(mirror.begins, record.trim, record.room) if mirror else 0
+        self._subjects = stream.num_subjects
         self._created = stream.created if not self.inside else self._created
         advice = self._chooser.advise(look, inside=self.inside)
         self._metrics.mirror_bytes.value = mirror.size if mirror else 0
@@ -173,7 +206,7 @@ class HotMirror:
             return
         reading, settings = self._reading, self._settings
         assert reading
-        start = max(first_seq, reading.lowest())
+        start = max(first_seq, reading.need())
         config = mirror_config(
             self.name,
             reading.stream,
@@ -184,6 +217,11 @@ class HotMirror:
         )
         try:
             await self._mirror.make(config)
+        except PermissionDenied as error:
+            # Nothing is wrong with this worker: one that may make it, a leader, will.
+            self._refused_until_s = time.monotonic() + _AFTER_REFUSAL_S
+            _log.warning("this user may not make the hot mirror; reading the stream itself", error=str(error))
+            return
         except ApiError as error:
             self._refused_until_s = time.monotonic() + _AFTER_REFUSAL_S
             self._health.raise_signal(_SIGNAL, f"the hot mirror cannot be made: {error}")

@@ -62,8 +62,8 @@ class LoadMeter:
             partition_id = lane.ownership.partition.id
             running_s[partition_id] += now_s - lane.started_s
             queued[partition_id] = max(0, queued.get(partition_id, 0) - 1)
-        samples = dict.fromkeys(self._lanes.owned, Sample())
-        for lane in self._lanes.all():
+        samples = dict.fromkeys(self._lanes.roster.owned, Sample())
+        for lane in self._lanes.roster.all():
             partition_id = lane.ownership.partition.id
             if lane.effort and partition_id in samples:
                 seconds, calls = lane.effort.take(running_s[partition_id])

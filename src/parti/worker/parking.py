@@ -79,7 +79,7 @@ class Parking:
 
     async def _park_hogs(self) -> None:
         """Park what has taken the room of others at two looks in a row: a burst is nothing to worry about."""
-        hogs = hogs_among(self._lanes.all(), held=self._lanes.held, limit=self._limit)
+        hogs = hogs_among(self._lanes.roster.all(), held=self._lanes.held, limit=self._limit)
         lasting, self._hogs = [lane for lane in hogs if lane in self._hogs], set(hogs)
         if lasting:
             await self._park(lasting, "gets more than its handler can do")
@@ -93,7 +93,7 @@ class Parking:
         patience_s = max(_PATIENCE_S, _PATIENCE_TIMES * latency.sum / max(1, sum(latency.counts)))
         return [
             lane
-            for lane in self._lanes.all()
+            for lane in self._lanes.roster.all()
             if not lane.parked
             and lane.phase in {Phase.RUNNING, Phase.BACKOFF}
             and lane.waiting
@@ -136,7 +136,7 @@ class Parking:
         """The next page from where the lane left off, and whether nothing that it let go lies beyond it."""
         ownership, bound = lane.ownership, lane.parked_to
         first, lane.fed = not lane.fed, True
-        sharing = max(1, sum(other.parked for other in self._lanes.all()))
+        sharing = max(1, sum(other.parked for other in self._lanes.roster.all()))
         async with self._turns:
             try:
                 page = await self._backlog.read(

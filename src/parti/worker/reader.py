@@ -25,11 +25,13 @@ from parti.model.partition import PartitionLike, Template
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 from parti.telemetry.tasks import watched
+from parti.telemetry.tracing import traced
 from parti.worker.acks import AckWriter
 from parti.worker.caution import Caution
 from parti.worker.consumer import WorkerConsumer
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.hot_mirror import HotMirror, Reading
+from parti.worker.lag import keep_lag
 from parti.worker.lanes import Lanes
 from parti.worker.ledger import Ledger
 from parti.worker.loads import LoadMeter
@@ -37,6 +39,7 @@ from parti.worker.parking import Parking
 from parti.worker.progress import ProgressKeeper, ProgressStore
 from parti.worker.recording import RecordingLanes, RecordingUnorderedLanes
 from parti.worker.runners import Handler, make_runners
+from parti.worker.signs import Signs
 from parti.worker.starts import Granted
 from parti.worker.state import StatefulHandler, StateKeeper
 from parti.worker.stateful import StatefulPartitions
@@ -46,6 +49,8 @@ from parti.worker.widening import Narrow, Widening
 
 _log = structlog.get_logger("parti.reader")
 
+SIGNALS = ("pull", "progress", "consumer-update", "ledger", "state")
+"""What the names of health signals begin with that are about reading and storing."""
 _RATE_OVER_S = 0.5
 """Shortest time that a rate is measured over."""
 
@@ -83,6 +88,7 @@ class Reader:
         incarnation: int = 0,
         entitled: Callable[[], bool] = lambda: True,
         safe_elsewhere: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None,
+        outpinned: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`entitled` tells whether the worker id is still held; `incarnation` counts its holders.
 
@@ -91,6 +97,7 @@ class Reader:
         assert settings.worker_id
         self.entitled = entitled
         self._safe_elsewhere = safe_elsewhere
+        self._outpinned = outpinned
         self.settings = settings
         self.worker_id = settings.worker_id
         self._ports = ports
@@ -108,6 +115,7 @@ class Reader:
         self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
         self._ledger = self._make_ledger()
         self._lanes = self._make_lanes()
+        self._signs = Signs(self._lanes, ports.metrics)
         self._meter: LoadMeter | None = None
         if ports.measures:
             self._meter = LoadMeter(
@@ -134,8 +142,9 @@ class Reader:
             self._progress.durable = self._ledger.durable
             if self._stateful:
                 self._stateful.durable = self._ledger.durable
+        handler = traced(ports.handler) if settings.tracing else ports.handler
         self._runners = make_runners(
-            self._lanes, ports.handler, timeout_s=settings.handler_timeout_s, threads=settings.handler_threads
+            self._lanes, handler, timeout_s=settings.handler_timeout_s, threads=settings.handler_threads
         )
         self._stop_listening = ports.wire.on_chunk(self._runners.kick)
 
@@ -216,6 +225,7 @@ class Reader:
                 self._stateful,
                 self._ledger.durable if self._ledger else None,
                 self._hot,
+                self._outpinned,
             ),
             settings,
             ports.template,
@@ -245,6 +255,8 @@ class Reader:
             watched(self._keep_alive(), "keep-alive", ports.health),
             watched(self._keep_progress(), "progress", ports.health),
         ]
+        if settings.metrics_port is not None:
+            self._upkeep.append(watched(keep_lag(consumer.shards, ports.metrics.lag), "lag", ports.health))
         if self._stateful:
             self._upkeep.append(watched(self._stateful.run(), "checkpoints", ports.health))
         if self._meter:
@@ -274,7 +286,7 @@ class Reader:
         """A mirror where one may be used; `hot_mirror=on` where none may be was refused before."""
         settings, ports = self.settings, self._ports
         refused = why_not(stream.retention, stream.storage, ordered=settings.ordered, one_filter=self._each_subject)
-        if settings.hot_mirror == OFF or refused:
+        if settings.hot_mirror == OFF or settings.standby or refused:
             return None
         name = mirror_name(settings.prefix, stream.name, "" if settings.fleet else self.worker_id)
         return HotMirror(ports.api, self._store_now, settings, name, ports.metrics, ports.health)
@@ -289,9 +301,8 @@ class Reader:
             stream=self._ports.stream.name,
             consumers=lambda: consumer.shards.names,
             reached=lambda: consumer.shards.cursor,
-            floor=lambda: lanes.floor,
+            need=lambda: lanes.floors.resume_at,
             filters=lambda: consumer.shards.filters,
-            lowest=lambda: lanes.resume_at,
             store=self.store_progress,
             begin_anew=consumer.shards.new_session,
             silence=silence,
@@ -322,7 +333,7 @@ class Reader:
         return self._consumer.let_go(keep)
 
     def _take(self, consumer: WorkerConsumer, granted: Granted) -> None:
-        self._lanes.fence({partition: grant.fence_token for partition, grant in granted.grants.items()})
+        self._lanes.roster.fence({partition: grant.fence_token for partition, grant in granted.grants.items()})
         if self.settings.ordered:
             self._caution.take(granted.grants)
         positions = {p: g.position for p, g in granted.grants.items()}
@@ -370,12 +381,14 @@ class Reader:
     @property
     def released(self) -> Sequence[str]:
         """Partitions that were let go at some time."""
-        return self._lanes.released
+        return tuple(self._lanes.roster.released)
 
     async def store_progress(self) -> bool:
         """Store the positions if they changed; True when they are stored."""
         if not self._consumer:
             return True
+        if not self._consumer.begun:
+            return not self._lanes.finished  # what is stored is as good as what is known
         try:
             stored = await self._progress.save(self._consumer.summarise)
         except PartiError as error:
@@ -421,9 +434,9 @@ class Reader:
     async def _settle_dead_letters(self) -> None:
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
-                await self._lanes.settle_dead_letters()
+                await self._lanes.failures.settle_dead_letters()
         except TimeoutError:
-            self._lanes.cancel_dead_letters()
+            self._lanes.failures.cancel_dead_letters()
 
     async def _end_upkeep(self) -> None:
         for task in self._upkeep:
@@ -442,8 +455,8 @@ class Reader:
     async def _keep_progress(self) -> None:
         while True:
             await asyncio.sleep(self.settings.progress_interval_s)
-            self._lanes.catch_up()
-            self._lanes.evict()
+            self._lanes.floors.catch_up()
+            self._lanes.roster.evict()
             if await self.store_progress() and self._consumer:
                 await self._tidy_up(self._consumer)
 
@@ -459,10 +472,15 @@ class Reader:
 
     def _connect_probes(self, consumer: WorkerConsumer) -> None:
         lanes, shards, probe = self._lanes, consumer.shards, self._ports.metrics.set_probe
+        settings, metrics = self.settings, self._ports.metrics
+        pauses_at = int(settings.backpressure * settings.max_ack_pending)
+        metrics.subject_limit.value = settings.max_subjects * settings.consumer_shards
+        metrics.mirror_limit.value = settings.hot_mirror_max_bytes if self._hot else 0
         probes: Mapping[str, Callable[[], float]] = {
             "parti_consumer_inflight": lambda: lanes.held,
+            "parti_consumer_inflight_limit": lambda: pauses_at * len(shards.engines),
             "parti_lane_depth": lambda: max(0, lanes.held - lanes.running),
-            "parti_lane_count": lambda: lanes.count,
+            "parti_lane_count": lambda: len(lanes.roster.lanes),
             "parti_handler_running": lambda: lanes.running,
             "parti_pull_healthy": lambda: float(shards.healthy),
             "parti_pull_batch_size": lambda: max(engine.batch for engine in shards.engines),
@@ -478,6 +496,7 @@ class Reader:
         if now_s - at_s > _RATE_OVER_S:
             self._rate = (self.finished - before) / (now_s - at_s)
             self._counted = (self.finished, now_s)
+            self._signs.measure()
         return {
             "rate": round(self._rate, 1),
             "pulling": self.pulling,
@@ -488,6 +507,7 @@ class Reader:
             "update_failures": metrics.update_failures.value,
             "updates": metrics.update_duration.count,
             "updates_skipped": metrics.update_skipped.value,
+            **self._signs.look(),
         }
 
 

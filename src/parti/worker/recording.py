@@ -87,15 +87,16 @@ class RecordingLanes(Lanes):
             self._first_s.setdefault(seq, lane.started_s)
         super().failed(lane, error, elapsed_s, message)
 
-    def _abandon(self, lane: Lane) -> None:
+    def abandon(self, lane: Lane) -> None:
+        """Drop what waits in a closed lane, and what is remembered of it."""
         self._outdated.discard(lane)
         for message in lane.waiting:
             self._first_s.pop(message.seq, None)
-        super()._abandon(lane)
+        super().abandon(lane)
 
     def start_over(self) -> None:
         """The stream was made anew: what still runs is of the old one and is not recorded."""
-        self._outdated |= {lane for lane in (*self.running_lanes(), *self._leaving.values()) if lane.waiting}
+        self._outdated |= {lane for lane in (*self.running_lanes(), *self.roster.leaving.values()) if lane.waiting}
         self._first_s.clear()
         super().start_over()
 
@@ -119,10 +120,12 @@ class RecordingLanes(Lanes):
 class RecordingUnorderedLanes(RecordingLanes, UnorderedLanes):
     """The same for the unordered mode."""
 
-    def _close(self, lane: Lane) -> None:
-        super()._close(lane)
+    def closed(self, lane: Lane) -> int:
+        """Drop what waits of a partition that is no longer ours; returns its position."""
+        position = super().closed(lane)
         # What was given back to the server is no longer ours, what still runs is.
         self._first_s = {s: at for s, at in self._first_s.items() if s in self._in_hand or s in self._owed}
+        return position
 
     def start_over(self) -> None:
         """The stream was made anew."""

@@ -355,7 +355,7 @@ class ThreadRunners:
             }
             for message, lane in late.items():
                 if message not in self._overdue:
-                    self._lanes.overdue(lane, now - lane.started_s)
+                    self._lanes.failures.overdue(lane, now - lane.started_s)
             self._overdue = set(late)
 
     async def drain(self, timeout_s: float) -> bool:

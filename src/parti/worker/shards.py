@@ -84,7 +84,7 @@ class Shards:
     def cursor(self) -> int:
         """Everything before it has been delivered, by all consumers that carry something, in their sessions."""
         lanes = self._ports.lanes
-        return min((reached.cursor for reached in lanes.carriers), default=lanes.cursor)
+        return min((reached.cursor for reached in lanes.floors.carriers), default=lanes.cursor)
 
     @property
     def changing(self) -> bool:
@@ -105,6 +105,10 @@ class Shards:
         """Begin anew everywhere."""
         for engine in self.engines:
             engine.new_session(reason)
+
+    def carrier(self, subject: str) -> Vehicle:
+        """The consumer that brings a subject."""
+        return next((v for v in self.vehicles if subject in v.carried.partitions), self.vehicles[0])
 
     def suspend(self) -> None:
         """Stop pulling until `unsuspend`, whatever else happens."""
@@ -213,7 +217,7 @@ class Shards:
         """Say which consumer brings what, and what is about to be brought by it."""
         if not self.alone:
             now = {s: v.reached for v in self.vehicles for s in v.carried.partitions}
-            self._ports.lanes.carry(now | {s: v.reached for s, v in self._soon.items()})
+            self._ports.lanes.floors.carry(now | {s: v.reached for s, v in self._soon.items()})
 
     # ── of an earlier run ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -64,8 +64,8 @@ class Starts:
         """Where a partition stands; 0 when nothing is known of it."""
         if partition_id in self._states:
             # What is not in the state has to be handled again, whoever has handled it.
-            return max(self._states[partition_id], self._lanes.known_position(partition_id))
-        known = self._lanes.known_position(partition_id)
+            return max(self._states[partition_id], self._lanes.roster.known_position(partition_id))
+        known = self._lanes.roster.known_position(partition_id)
         granted = self.granted
         if granted and granted.stream_created == self.stream.created:
             grant = granted.grants.get(partition_id)

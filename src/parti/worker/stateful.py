@@ -177,11 +177,11 @@ class StatefulPartitions:
 
     async def _save_at_end(self, partition: Partition) -> None:
         while partition.id in self._lanes.leaving:
-            await self._lanes.someone_left()
+            await self._lanes.pauses.someone_left()
         try:
             for attempt in range(1, _SAVE_ATTEMPTS + 1):
                 async with self._lock(partition):
-                    if await self._save(partition, self._lanes.known_position(partition.id)):
+                    if await self._save(partition, self._lanes.roster.known_position(partition.id)):
                         break
                 await asyncio.sleep(_RETRY_MIN_S * attempt)
         finally:
@@ -197,7 +197,7 @@ class StatefulPartitions:
         to stand still at the same time.
         """
         first, then = (contextlib.nullcontext(), self._turns) if waits else (self._turns, contextlib.nullcontext())
-        async with first, self._lanes.paused(partition.id) as position, then, self._lock(partition):
+        async with first, self._lanes.pauses.paused(partition.id) as position, then, self._lock(partition):
             if position is not None and self.has_begun(partition.id):
                 await self._save(partition, position)
                 self._due_s[partition.id] = time.monotonic() + self._interval_s
@@ -234,10 +234,10 @@ class StatefulPartitions:
         return pointer.size
 
     def _has_moved(self, partition: Partition) -> bool:
-        return self._lanes.known_position(partition.id) > self._saved_at.get(partition.id, 0)
+        return self._lanes.roster.known_position(partition.id) > self._saved_at.get(partition.id, 0)
 
     def _fence(self, partition: Partition) -> int:
-        return self._lanes.fences.get(partition.id, 0)
+        return self._lanes.roster.fences.get(partition.id, 0)
 
     def _lock(self, partition: Partition) -> asyncio.Lock:
         """Held by whoever saves or loads a partition: a checkpoint may be under way when it is let go."""

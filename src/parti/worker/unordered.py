@@ -11,7 +11,38 @@ from parti.core.lane import Lane, Phase, Verdict
 from parti.core.retry import TryAgain
 from parti.core.scatter import Scatter
 from parti.model.message import Message, Ownership
-from parti.worker.lanes import Lanes, Reached
+from parti.worker.floors import Floors, Reached
+from parti.worker.lanes import Lanes
+
+
+class UnorderedFloors(Floors):
+    """Floors where messages finish in any order: the lowest message in hand, or given back, is the floor."""
+
+    def __init__(
+        self,
+        alone: Reached,
+        lanes: Mapping[str, Lane],
+        scatter: Scatter,
+        in_hand: Mapping[int, Lane],
+        owed: Mapping[int, Ownership],
+    ) -> None:
+        super().__init__(alone, lanes, ())
+        self._scatter = scatter
+        self._in_hand = in_hand
+        self._owed = owed
+
+    @property
+    def floor(self) -> int:
+        """Every message of an owned partition below this sequence is finished."""
+        return self._scatter.floor(min([r.next_seq for r in self.carriers] or [self._alone.next_seq]))
+
+    def floor_of(self, reached: Reached) -> int:
+        """The floor of what one consumer brings."""
+        if not self.carriers:
+            return self.floor
+        mine = [seq for seq, lane in self._in_hand.items() if self.reached_for(lane) is reached]
+        owed = [seq for seq, own in self._owed.items() if self.reached(own.partition.subject) is reached]
+        return min([*mine, *owed], default=reached.next_seq)
 
 
 class UnorderedLanes(Lanes):
@@ -21,24 +52,14 @@ class UnorderedLanes(Lanes):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
         self._scatter = Scatter()
         self._in_hand: dict[int, Lane] = {}
         self._owed: dict[int, Ownership] = {}
         self._attempts: dict[int, int] = {}
+        super().__init__(**options)
 
-    @property
-    def floor(self) -> int:
-        """Every message of an owned partition below this sequence is finished."""
-        return self._scatter.floor(min([r.next_seq for r in self.carriers] or [self.next_seq]))
-
-    def floor_of(self, reached: Reached) -> int:
-        """The floor of what one consumer brings."""
-        if not self.carriers:
-            return self.floor
-        mine = [seq for seq, lane in self._in_hand.items() if self._reached(lane) is reached]
-        owed = [seq for seq, own in self._owed.items() if self.reached(own.partition.subject) is reached]
-        return min([*mine, *owed], default=reached.next_seq)
+    def _make_floors(self, lanes: Mapping[str, Lane]) -> Floors:
+        return UnorderedFloors(self, lanes, self._scatter, self._in_hand, self._owed)
 
     def deliver(self, subject: bytes, reply: bytes, header: bytes | None, payload: bytes, seq: int) -> None:
         """Take in one delivery."""
@@ -66,13 +87,18 @@ class UnorderedLanes(Lanes):
         lane.phase = Phase.READY
         self.ready.append(lane)
 
-    def _try_again(self, lane: Lane, message: Message, decision: TryAgain) -> None:
+    def try_again(self, lane: Lane, message: Message, decision: TryAgain) -> None:
+        """Give the message back: the server delivers it again after the delay."""
         self._acks.give_back(message.reply, decision.delay_s)
         self._scatter.give_back(message.seq)
         self._in_hand.pop(message.seq, None)
         self._owed[message.seq] = lane.ownership
         self._attempts[message.seq] = message.attempt
         self.held -= 1
+
+    def still_fails(self, partition_id: str, seq: int) -> bool:
+        """Whether a message that has failed is still to be handled here."""
+        return seq in self._attempts
 
     def settle(
         self,
@@ -89,18 +115,18 @@ class UnorderedLanes(Lanes):
         self._scatter.finish(seq)
         super().settle(lane, more, message)
 
-    def _close(self, lane: Lane) -> None:
+    def closed(self, lane: Lane) -> int:
         """Drop what waits of a partition that is no longer ours; what runs finishes.
 
         The position is the lowest message that is not finished, running ones included: they may still fail.
         """
-        super()._close(lane)
+        position = super().closed(lane)
         mine = {seq: own for seq, own in self._in_hand.items() if own.ownership is lane.ownership}
         owed = [seq for seq, ownership in self._owed.items() if ownership is lane.ownership]
         # A lane that is still behind has only seen what was delivered in this session.
-        reached = self._reached(lane)
+        reached = self.floors.reached_for(lane)
         seen = reached.cursor if lane.behind else reached.next_seq
-        self._released[lane.ownership.partition.id] = min([*mine, *owed, max(lane.position, seen)])
+        position = min([*mine, *owed, max(position, seen)])
         for seq, own in mine.items():
             with self.lock:
                 waits = own.phase is Phase.READY
@@ -110,28 +136,30 @@ class UnorderedLanes(Lanes):
         for seq in owed:
             del self._owed[seq]
             self._scatter.forget(seq)
+        return position
 
-    def _refence(self, lane: Lane, ownership: Ownership) -> None:
+    def refence(self, lane: Lane, ownership: Ownership) -> None:
+        """What has not been started carries this ownership, and so does what was given back."""
         before = lane.ownership
-        super()._refence(lane, ownership)
+        super().refence(lane, ownership)
         for own in self._in_hand.values():
             if own.ownership is before:
-                super()._refence(own, ownership)
-        self._owed = {seq: ownership if own is before else own for seq, own in self._owed.items()}
+                super().refence(own, ownership)
+        self._owed.update({seq: ownership for seq, owed in self._owed.items() if owed is before})
 
     @property
     def leaving(self) -> tuple[str, ...]:
         """Partitions that were released and of which a handler still runs."""
         running = {lane.ownership.partition.id for lane in self._in_hand.values() if lane.phase is Phase.CLOSED}
-        return tuple(running - self._lanes.keys())
+        return tuple(running - self.roster.lanes.keys())
 
-    def _abandon(self, lane: Lane) -> None:
+    def abandon(self, lane: Lane) -> None:
         """The handler of a released partition failed: its message is no longer ours, unless it came back."""
         if not lane.waiting or lane.waiting[0].seq not in self._in_hand:
             return
         message = lane.waiting[0]
-        if lane.ownership.partition.id in self._lanes:
-            self._try_again(lane, message, TryAgain(0.0))
+        if lane.ownership.partition.id in self.roster.lanes:
+            self.try_again(lane, message, TryAgain(0.0))
         else:
             self._forget(lane, message.seq)
 
@@ -152,7 +180,7 @@ class UnorderedLanes(Lanes):
                 message.reply = b""
         for kept in (self._in_hand, self._owed, self._attempts):
             kept.clear()
-        self._scatter = Scatter()
+        self._scatter.start_over()
 
     def keep_alive(self, older_than_s: float) -> None:
         """Tell the server of everything that has waited or run this long that it is still in hand."""

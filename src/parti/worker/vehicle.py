@@ -12,26 +12,42 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import structlog
 
 from parti.config import Settings
-from parti.core.consumer_config import SHARD, ConsumerTuning, build_config, consumer_name, owner_of, shard_metadata
+from parti.core.consumer_config import (
+    PREFIX,
+    SHARD,
+    ConsumerTuning,
+    build_config,
+    consumer_metadata,
+    consumer_name,
+    owner_of,
+)
 from parti.core.filters import FilterSet
-from parti.core.retention import retention_named
-from parti.errors import ApiError, ConfigError, NotFound
+from parti.core.pin import PinChange
+from parti.core.priority import PullOptions, group_of
+from parti.core.retention import INTEREST, retention_named
+from parti.errors import ApiError, ConfigError, NotFound, PartiError
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
+from parti.jetstream.priority import put_consumer, unpin
 from parti.jetstream.pull import PullEngine, PullTuning
+from parti.jetstream.pull_group import PullGroup
 from parti.jetstream.wire import Wire
 from parti.model.partition import Template
 from parti.model.subjects import covers
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import watched
+from parti.worker.floors import Reached
 from parti.worker.holds import Holds
 from parti.worker.hot_mirror import HotMirror
 from parti.worker.intake import ShardIntake
-from parti.worker.lanes import Lanes, Reached
+from parti.worker.lanes import Lanes
+from parti.worker.standby import GROUP, can_be_pinned, group_for
 from parti.worker.starts import Starts
 from parti.worker.stateful import StatefulPartitions
 
@@ -39,7 +55,10 @@ _log = structlog.get_logger("parti.consumer")
 
 NOTHING = FilterSet({}, 0)
 _KEEP_ON_MIRROR_S = 300.0
+_PIN_LOOK_S = 0.3
 _UNPULLED_WAITS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_TAKEOVER_WAITS_S = _UNPULLED_WAITS_S[:6]
+"""The pulls of a process that has died go with its connection, long before its lease is taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +83,8 @@ class ConsumerPorts:
     """Asked before the consumer is set back, which acknowledges: whether all that has to be stored before is."""
     hot: HotMirror | None = None
     """A copy of the stream in memory, and whether the consumer is to be there."""
+    outpinned: Callable[[str], None] = lambda reason: None
+    """Called when the server has pinned the consumer to another process that shares the worker id."""
 
 
 class Vehicle:
@@ -102,7 +123,7 @@ class Vehicle:
         self._template = template
         self._starts = starts
         self._retention = retention_named(starts.stream.retention)
-        self._metadata = shard_metadata(settings.worker_id, number)
+        self._metadata = consumer_metadata(settings.prefix, settings.worker_id, number)
         self.holds = Holds(
             ports.api,
             starts.stream.name,
@@ -112,6 +133,10 @@ class Vehicle:
         )
         # A worker's only consumer delivers straight into the lanes, which note how far it has got.
         shard = None if alone else ShardIntake(ports.lanes)
+        self.group = group_for(settings) if can_be_pinned(settings, starts.stream) else None
+        """The priority group of a consumer that several processes share."""
+        self._pull_group = self._make_group() if self.group else None
+        self._watching_pin: asyncio.Task[None] | None = None
         self.reached: Reached = shard or ports.lanes
         """How far it has got."""
         self.engine = PullEngine(
@@ -125,8 +150,38 @@ class Vehicle:
             consumer=self.name,
             prepare=partial(prepare, self),
             signal="pull" if number == 1 else f"pull-{number}",
-            passed=shard.passed if shard else None,
+            passed=shard.passed if shard else self._passed if ports.hot else None,
+            group=self._pull_group,
         )
+
+    # ── the pin ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_group(self) -> PullGroup:
+        group = PullGroup(PullOptions(GROUP), self._ports.metrics, on_change=self._on_pin)
+        group.adopt(self.group)
+        return group
+
+    def _on_pin(self, change: PinChange) -> None:
+        if not change.taken and (self._watching_pin is None or self._watching_pin.done()):
+            self._watching_pin = watched(self._watch_pin(), "pin", self._ports.health)
+
+    async def _watch_pin(self) -> None:
+        """Pinned no more: find out whether somebody else is, or this process again."""
+        assert self._pull_group
+        while self._pull_group.waiting and self._ports.entitled():
+            try:
+                info = await self.find()
+            except PartiError:
+                info = None
+            if info and any(state.pinned_id for state in info.groups) and self._pull_group.waiting:
+                self._ports.outpinned("the server has pinned the consumer to another process")
+                return
+            await asyncio.sleep(_PIN_LOOK_S)
+
+    async def _take_pin(self, info: ConsumerInfo) -> None:
+        """Have a pin lifted that a process left behind which holds the lease no more."""
+        if self._pull_group and self._pull_group.waiting and any(state.pinned_id for state in info.groups):
+            await unpin(self._ports.api, self._starts.stream.name, self.name, GROUP)
 
     @property
     def stream(self) -> str:
@@ -137,6 +192,11 @@ class Vehicle:
     def on_mirror(self, stream: str) -> bool:
         """Whether this is the hot mirror."""
         return self._ports.hot is not None and stream == self._ports.hot.name
+
+    def _passed(self, seq: int) -> None:
+        """Quiet partitions must not hold back the floor: the mirror is trimmed by it."""
+        if self.on_mirror(self.settled_on):
+            self._ports.lanes.passed(seq)
 
     def moves_to(self, stream: str) -> bool:
         """Whether it was elsewhere before."""
@@ -166,15 +226,17 @@ class Vehicle:
         """The consumer, once no pull of an earlier session stands at the server.
 
         Such a pull would run the cursor past the messages of an added subject between RESET and the new filter; where
-        finished messages are deleted, these would be too. Raises when somebody else keeps pulling.
+        finished messages are deleted, these would be too. Raises when somebody else keeps pulling. But the worker id
+        may have been taken over from a process that is stopped or cut off: `put_at` gets rid of its pulls.
         """
+        takes_over = self._settings.standby and not self.settled_on
         info = await self.find(stream)
-        for wait_s in _UNPULLED_WAITS_S:
+        for wait_s in _TAKEOVER_WAITS_S if takes_over else _UNPULLED_WAITS_S:
             if info is None or not info.waiting or self._retention.keeps:
                 return info
             await asyncio.sleep(wait_s)
             info = await self.find(stream)
-        if info and info.waiting:
+        if info and info.waiting and not takes_over:
             raise ApiError(
                 0,
                 f"{info.waiting} pulls of somebody else stand on consumer {self.name!r}; end the other process, or "
@@ -187,7 +249,15 @@ class Vehicle:
         return (info.config.get("metadata") or {}).get(SHARD) == self._metadata.get(SHARD)
 
     def check_owner(self, info: ConsumerInfo) -> None:
-        """Raise `ConfigError` when a consumer of this name is another worker's."""
+        """Raise `ConfigError` when a consumer of this name is another worker's, or another deployment's."""
+        ours = self._settings.prefix
+        prefix = (info.config.get("metadata") or {}).get(PREFIX, ours)
+        if prefix != ours:
+            raise ConfigError(
+                f"consumer {self.name!r} belongs to the deployment with prefix {prefix!r}, and worker "
+                f"{self._settings.worker_id!r} of prefix {ours!r} would have one of the same name; give this worker "
+                f"another worker_id"
+            )
         if not self.is_ours(info):
             worker, number = owner_of(info.config, self._settings.prefix)
             raise ConfigError(
@@ -221,18 +291,27 @@ class Vehicle:
 
         `unread` are subjects that stay in the filter although nothing of them is taken in.
         """
-        api, metrics = self._ports.api, self._ports.metrics
-        if info is None:
-            if self.existed and not self.moves_to(stream):
-                metrics.recreated.inc()
-                _log.warning("consumer was gone and is made again", consumer=self.name, at=target, reason=reason)
-            config = build_config(self.name, subjects, self._tuning(stream), metadata=self._metadata)
-            info = await api.put_consumer(stream, config, action="create")
-            self.existed = True
-        elif not self._retention.keeps and set(info.subjects) - (set(subjects) - set(unread)):
+        api, metrics, hold = self._ports.api, self._ports.metrics, ""
+        if info and not self._retention.keeps and set(info.subjects) - (set(subjects) - set(unread)):
             # A subject is in the filter that is not read here: its messages must not get below the ack floor.
             target = min(target, info.ack_floor + 1)
-        hold = await self._hold(info, subjects, target)
+        if info and not self._fits(info):
+            # Positions are what counts: a consumer can be made anew where the server cannot change one.
+            if self._retention is INTEREST:
+                hold = await self.holds.take(info.subjects, min(target, info.ack_floor + 1))
+            await api.delete_consumer(stream, self.name)
+            _log.info("consumer is made anew", consumer=self.name, pulls_of_others=info.waiting)
+            info, self.existed = None, False
+        if info is None:
+            # With a mirror that is made anew, as each full one is, its consumers are gone.
+            if self.existed and not self.moves_to(stream) and not self.on_mirror(stream):
+                metrics.recreated.inc()
+                _log.warning("consumer was gone and is made again", consumer=self.name, at=target, reason=reason)
+            tuning = self._tuning(stream)
+            config = build_config(self.name, subjects, tuning, metadata=self._metadata, group=self.group)
+            info = await self._put(stream, config, action="create")
+            self.existed = True
+        hold = hold or await self._hold(info, subjects, target)
         await api.reset_consumer(stream, self.name, target)
         self.reached.cursor = target
         metrics.resets.inc("update" if reason == "update" else "session")
@@ -241,13 +320,31 @@ class Vehicle:
             await api.put_consumer(stream, config, action="update")
         if hold:
             self.holds.until(hold, await self._starts.last_seq())
+        if not self.settled_on:
+            await self._take_pin(info)
         self.engine.aim(stream)
         self.settled_on, self.told = stream, subjects
 
+    def _fits(self, info: ConsumerInfo) -> bool:
+        """Whether a consumer has the priority group that it should have, be it none, and no pulls of others.
+
+        Where it has a group, such pulls are refused with their pin.
+        """
+        return group_of(info.config) == self.group if self._retention.keeps else not info.waiting
+
+    async def _put(self, stream: str, config: dict[str, Any], *, action: str) -> ConsumerInfo:
+        if self.group:
+            return await put_consumer(self._ports.connection, stream, config, action=action)
+        return await self._ports.api.put_consumer(stream, config, action=action)
+
     async def _hold(self, info: ConsumerInfo, subjects: Sequence[str], seq: int) -> str:
-        """Where needed, keep messages of added subjects that the consumer has told the server to need no more."""
+        """Where needed, keep messages of added subjects that the consumer has told the server to need no more.
+
+        What it has told cannot be seen: with nothing in flight it is how far the server has looked for it, up to the
+        end of the stream, and neither its ack floor nor what it has delivered.
+        """
         added = set(subjects) - set(info.subjects)
-        if self._retention.keeps or not self._retention.overlap or not added or seq > info.ack_floor:
+        if self._retention.keeps or not self._retention.overlap or not added:
             return ""
         return await self.holds.take(sorted(added), seq)
 

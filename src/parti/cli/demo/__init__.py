@@ -1,6 +1,10 @@
-"""`parti dev demo`: a server, a worker process, messages, and a check of what happened.
+"""`parti dev demo`: a fleet of real processes takes load, grows, loses a worker and lets one go; then the proof.
 
-`command` runs it and draws the screen, `traffic` makes, publishes and reads back messages, `app` is what the worker
-process runs, `check` compares the stream with what the handler wrote down. Guards its own honesty: the figures come
-from the stored stream and the handler's notes, never from the worker's counters.
+`command` is the command. `story` tells the chapters, with the `fleet` of worker processes, each of which runs `app`,
+and the `traffic` that is published; `stage` is what goes on, `screen` draws it. `notes` are what handlers wrote down,
+`check` judges them, `proof` has Spark audit the ledger, `report` adds the story to its page, `summary` sums up.
+
+Guards its own honesty: every figure of the result comes from the stored stream and from what handlers or the ledger
+recorded, never from a counter of the workers; where Java is there two witnesses are heard, and judged by different
+code.
 """

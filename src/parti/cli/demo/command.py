@@ -1,4 +1,4 @@
-"""Runs the demo and draws its screen."""
+"""`parti dev demo`: sets the stage, has the story told, judges it, writes the report."""
 
 from __future__ import annotations
 
@@ -6,170 +6,153 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
-from parti.cli.demo import app as demo_app
-from parti.cli.demo.check import NOTE_BYTES, Findings, Note, compare, percentiles, read_notes
-from parti.cli.demo.traffic import Outgoing, Publisher, make_messages, read_back
+from parti.cli.control import open_console
+from parti.cli.demo.check import Findings, judge
+from parti.cli.demo.fleet import Fleet
+from parti.cli.demo.notes import Notes
+from parti.cli.demo.proof import missing, prove
+from parti.cli.demo.report import (
+    UNSTORED_S,
+    Tale,
+    finish,
+    lead_of,
+    pauses_by_reason,
+    picture_of,
+    sections_of,
+)
+from parti.cli.demo.screen import Screen
+from parti.cli.demo.stage import Stage
+from parti.cli.demo.story import Plan, act, chapters_of
+from parti.cli.demo.summary import Result, summarise
+from parti.cli.demo.traffic import STREAM, SUBJECT, Publisher, make_messages, partition_names, read_back
 from parti.config import Settings
-from parti.core.consumer_config import consumer_name
-from parti.embedded import Server, child
-from parti.errors import ConfigError, NotFound, PartiError
+from parti.coordination.control_plane import ControlPlane
+from parti.embedded import Server
+from parti.errors import ConfigError, PartiError
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.wire import Wire
+from parti.model.partition import Template
+from parti.spark.report_page import write_report
 from parti.telemetry.logs import configure_logging
 
-MOST_MESSAGES = 1_000_000
-MOST_PARTITIONS = 100_000
-STEADY_RATE = 4_000
-MOST_STEADY = 10_000
-LEAST_BURST = 1_000
-"""Fewer messages say nothing of the throughput."""
-_POLL_S = 0.02
-_DRAW_S = 0.1
-_START_S = 20.0
-_STALL_S = 15.0
-_LEAVE_S = 15.0
 _INTERRUPTED = 130
+_BOUNDS = {"--seconds": (5, 600), "--workers": (2, 8), "--partitions": (4, 400), "--seed": (0, 2**31)}
+_KEPT = "workers"
+"""Part of the data that a run leaves, by which its directory is recognised."""
 
 
 def demo(
-    messages: Annotated[int, typer.Option(help=f"How many to send, 2 to {MOST_MESSAGES:,}.")] = 20_000,
-    partitions: Annotated[int, typer.Option(help=f"Over how many partitions, 1 to {MOST_PARTITIONS:,}.")] = 200,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="How long messages are sent, 5 to 600.")] = 30.0,
+    workers: Annotated[
+        int, typer.Option(metavar="N", help="Worker processes at the start, 2 to 8; half as many join.")
+    ] = 3,
+    partitions: Annotated[int, typer.Option(metavar="N", help="How many, 4 to 400.")] = 48,
+    no_audit: Annotated[bool, typer.Option("--no-audit", help="Leave the audit in Spark out.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", help="Where the report goes: build/demo-report.html, or parti-demo-report.html."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="S", help="Chooses who is killed, who is drained, and how messages are mixed.")
+    ] = 1,
+    lose_one: Annotated[
+        bool, typer.Option("--lose-one", hidden=True, help="Publish one more when all workers have left.")
+    ] = False,
 ) -> None:
-    """Show parti at work: a NATS server, a worker process, messages, and a check that none went wrong.
+    """Show parti at work in about a minute: a fleet takes load, grows, loses a worker, lets one go; then the proof.
 
-    Takes about five seconds and leaves nothing behind. Exit codes: 0 every message was handled once and in order,
-    1 it was not, or something broke, 2 the demo could not start, 130 interrupted.
+    Starts a NATS server and worker processes of its own, and stops them. Writes a report, and beside it what it was
+    made from. Exit codes: 0 every promise was kept, 1 one was not, or something broke, 2 the demo could not start,
+    130 interrupted.
     """
-    if not 2 <= messages <= MOST_MESSAGES:
-        raise ConfigError(f"--messages is {messages}: expected 2 to {MOST_MESSAGES}")
-    if not 1 <= partitions <= MOST_PARTITIONS:
-        raise ConfigError(f"--partitions is {partitions}: expected 1 to {MOST_PARTITIONS}")
-    configure_logging("warning")
-    screen = Screen(Console(highlight=False))
+    for name, value in {
+        "--seconds": seconds,
+        "--workers": workers,
+        "--partitions": partitions,
+        "--seed": seed,
+    }.items():
+        low, high = _BOUNDS[name]
+        if not low <= value <= high:
+            raise ConfigError(f"{name} is {value:g}: expected {low} to {high}")
+    plan = Plan(seconds, workers, partitions, seed)
+    place = _Place.of(report)
+    configure_logging("error")
+    screen = Screen(open_console())
     try:
-        outcome = asyncio.run(_run(messages, min(partitions, messages), screen))
+        well = asyncio.run(_run(plan, place, screen, audited=not no_audit, lose_one=lose_one))
     except asyncio.CancelledError:
-        screen.say("interrupted: server and worker are stopped, nothing is left behind")
+        screen.say("interrupted: server and workers are stopped, nothing was written")
         raise typer.Exit(_INTERRUPTED) from None
-    screen.summarise(outcome)
-    if not outcome.findings.flawless:
+    if not well:
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the summary shows."""
+class _Place:
+    """Where the results go."""
 
-    findings: Findings
-    duration_s: float
-    burst: int
-    burst_s: float
-    latency_s: Mapping[int, float]
-    complaint: str
-    """The worker's last warning or error, if it had any."""
+    report: Path
+    data: Path
 
+    @classmethod
+    def of(cls, report: Path | None) -> _Place:
+        """Check what was asked for, before anything is started."""
+        if report is None:
+            report = Path("build/demo-report.html") if Path("build").is_dir() else Path("parti-demo-report.html")
+        if report.is_dir():
+            raise ConfigError(f"--report {report} is a directory; expected a file, such as {report / 'report.html'}")
+        if not report.parent.is_dir():
+            raise ConfigError(f"--report {report}: there is no directory {report.parent}; create it first")
+        if not os.access(report.parent, os.W_OK):
+            raise ConfigError(f"--report {report}: {report.parent} cannot be written to; name another place")
+        data = report.with_name(f"{report.stem}-data")
+        if data.exists() and not (data / _KEPT).is_dir():
+            raise ConfigError(f"{data} is there and was not left by a demo; move it away, or name another --report")
+        return cls(report, data)
 
-class Screen:
-    """The demo's output: live bars on a terminal, plain lines elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def say(self, text: str) -> None:
-        """Print one line."""
-        self._console.print(text, soft_wrap=True)
-
-    @contextmanager
-    def bars(self) -> Iterator[Progress | None]:
-        """Show progress while the block runs; None when this is not a terminal."""
-        if not self._console.is_terminal:
-            yield None
-            return
-        bar = BarColumn(40, complete_style="cyan", finished_style="green")
-        columns = TextColumn("{task.description:<9}"), bar, TextColumn("{task.completed:>9,.0f}")
-        with Progress(*columns, console=self._console) as progress:
-            yield progress
-
-    def summarise(self, outcome: Outcome) -> None:
-        """Print the table and what it means."""
-        found = outcome.findings
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
-        table.add_column(style="bold")
-        table.add_column(justify="right")
-        table.add_column(style="dim")
-        table.add_row("published", f"{found.published:,}", "acknowledged by the server")
-        table.add_row("handled", f"{found.handled:,}", "handler's notes against the stream read back")
-        for name, count, note in (
-            ("lost", found.lost, "in the stream, but never handled"),
-            ("repeated", found.repeated, "handled once more"),
-            ("out of order", found.out_of_order, "handled after a newer one of its partition"),
-        ):
-            table.add_row(name, f"[bold {'red' if count else 'green'}]{count:,}[/]", note)
-        table.add_row("partitions", f"{found.partitions:,}", "subjects, each with its own order")
-        table.add_row("duration", f"{outcome.duration_s:.1f} s", "first publish to last handler call")
-        if outcome.burst >= LEAST_BURST and outcome.burst_s > 0:
-            rate = f"{outcome.burst / outcome.burst_s:,.0f} msg/s"
-            table.add_row("throughput", rate, f"last {outcome.burst:,}; publishing and handling together")
-        for percent, seconds in outcome.latency_s.items():
-            note = f"stored to handler called, at {STEADY_RATE:,} msg/s" if percent == 50 else ""
-            table.add_row(f"latency p{percent}", f"{seconds * 1000:.1f} ms", note)
-        if self._console.is_terminal:
-            self._console.print()  # after the bars
-        self._console.print(table)
-        self._console.print()
-        self._close(found, outcome.complaint)
-
-    def _close(self, found: Findings, complaint: str) -> None:
-        if not found.flawless:
-            self.say(
-                f"[red]Something is wrong:[/] {found.lost:,} lost, {found.repeated:,} repeated, "
-                f"{found.out_of_order:,} out of order. Please report it with this output."
-            )
-            if complaint:
-                self._console.print(f"The worker's last complaint: {complaint}", markup=False, soft_wrap=True)
-            return
-        self.say(
-            f"Each of {found.handled:,} messages reached the handler exactly once, in order within its partition,\n"
-            f"through one worker process with one durable consumer."
-        )
-        self.say(f"Try next: {_parti()} dev demo --messages 200000 --partitions 2000, or the example in README.md.")
+    def keep(self, directory: Path) -> None:
+        """Put what a run has left in place of what the last one left."""
+        if self.data.exists():
+            shutil.rmtree(self.data)
+        shutil.move(directory, self.data)
 
 
-def _parti() -> str:
-    """How this command can be called again from here."""
-    return "parti" if shutil.which("parti") else os.path.relpath(sys.argv[0])
-
-
-async def _run(messages: int, partitions: int, screen: Screen) -> Outcome:
+async def _run(plan: Plan, place: _Place, screen: Screen, *, audited: bool, lose_one: bool) -> bool:
+    """Everything; returns whether all went well."""
     task = asyncio.current_task()
     assert task
     for number in (signal.SIGINT, signal.SIGTERM):
         # Once only: a second Ctrl-C must not interrupt the tidying up, which is bounded.
         asyncio.get_running_loop().add_signal_handler(number, lambda: task.cancelling() or task.cancel())
-    with tempfile.TemporaryDirectory(prefix="parti-demo-") as directory:
-        async with Server() as server, _connected(server.url) as connection:
-            screen.say(f"server   nats-server {server.version} with JetStream at {server.url}")
+    with tempfile.TemporaryDirectory(prefix="parti-demo-") as temporary:
+        directory = Path(temporary) / "data"
+        (directory / _KEPT).mkdir(parents=True)
+        async with Server(store_dir=directory / "store") as server, _connected(server.url) as connection:
+            screen.say(f"nats-server {server.version} with JetStream at {server.url}", style="dim")
             try:
-                return await _show(connection, Path(directory), server.url, messages, partitions, screen)
+                result = await _tell_and_judge(connection, directory, server, plan, place, screen, audited, lose_one)
             except PartiError as error:
-                typer.echo(f"parti: {error}", err=True)
-                raise typer.Exit(1) from None
+                typer.echo(f"parti: {' '.join(str(error).split())}", err=True)
+                result = None
+        place.keep(directory)
+        if result is None:
+            typer.echo(f"parti: the logs of the workers are in {place.data / _KEPT}", err=True)
+            raise typer.Exit(1)
+        place.report.write_text(result.page)
+    summarise(screen, result, place.report, place.data)
+    return not result.broken and not result.failed
 
 
 @asynccontextmanager
@@ -182,143 +165,88 @@ async def _connected(url: str) -> AsyncIterator[Connection]:
         await connection.close()
 
 
-async def _show(
-    connection: Connection, directory: Path, url: str, messages: int, partitions: int, screen: Screen
-) -> Outcome:
+async def _tell_and_judge(
+    connection: Connection,
+    directory: Path,
+    server: Server,
+    plan: Plan,
+    place: _Place,
+    screen: Screen,
+    audited: bool,
+    lose_one: bool,
+) -> Result:
     api, wire = JetStreamApi(connection), Wire(connection.client)
-    template = demo_app.app.template
-    await api.ensure_stream({"name": demo_app.STREAM, "subjects": [template.pattern], "allow_direct": True})
-    outgoing = make_messages(messages, partitions, template)
-    worker = WorkerProcess(directory, url)
+    pattern = Template(SUBJECT).pattern
+    await api.ensure_stream({"name": STREAM, "subjects": [pattern], "allow_direct": True, "storage": "file"})
+    bucket = str(Settings.model_fields["bucket"].default)
+    stage = Stage(
+        plane=await ControlPlane.open(connection, api, bucket, replicas=1),
+        fleet=Fleet(directory / _KEPT, server.url, plan.partitions, plan.seed),
+        notes=Notes(directory / _KEPT),
+        publisher=Publisher(wire, make_messages(plan.partitions, plan.seed)),
+        partitions=tuple(partition_names(plan.partitions)),
+        chapters=chapters_of(plan),
+        tell=lambda text: screen.tell(text, stage.elapsed_s),
+        announce=screen.announce,
+    )
+    watching = asyncio.create_task(stage.watch())
+    stage.keep(watching)
     try:
-        await worker.ready(api)
-        screen.say(f"worker   process {worker.pid}, one consumer for {partitions:,} partitions of {template.text}")
-        steady = _steady(messages)
-        screen.say(f"traffic  {steady:,} messages at {STEADY_RATE:,} msg/s, then {messages - steady:,} at once\n")
-        publisher = Publisher(wire)
-        with screen.bars() as progress:
-            drawing = asyncio.create_task(_draw(progress, publisher, worker, messages))
+        async with screen.showing(stage):
+            await act(stage, plan)
+            stage.open_chapter(6)
+            if lose_one:
+                stage.publisher.send(1)
+                await stage.publisher.all_acknowledged()
+            stored = await read_back(wire, STREAM)
+            # In a thread, so that the picture goes on.
+            findings = await asyncio.to_thread(
+                judge, stage.publisher.acknowledged, stored, stage.notes.calls, stage.fleet.died_ns, UNSTORED_S
+            )
+            stage.tell(f"handlers' notes: {_count_broken(findings.broken)}")
+            tale = _tale(stage, plan, findings, place, server.version)
+            left_out = missing() if audited else "--no-audit was given"
+            if left_out:
+                return _without_audit(findings, tale, left_out)
+
+            def say(text: str) -> None:
+                stage.look = f"The audit: {text} …"
+                stage.tell(f"audit: {text}")
+
             try:
-                started_s, burst_s = await _send(publisher, outgoing)
-                await worker.handled_all(messages)
-            finally:
-                drawing.cancel()
-                await asyncio.gather(drawing, return_exceptions=True)
-        await worker.leave()
-        notes = worker.notes()
-        findings = compare(publisher.acknowledged, await read_back(wire, demo_app.STREAM), notes)
-        return _measure(findings, notes, worker.complaint(), started_s, burst_s)
+                proof, page = await prove(directory, server.url, tale, say)
+            except PartiError as error:
+                return _without_audit(findings, tale, str(error), failed=True)
+            return Result(findings, proof, "", proof.pauses_s, page)
     finally:
-        await worker.end()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await asyncio.to_thread(stage.fleet.end)
 
 
-async def _send(publisher: Publisher, outgoing: list[Outgoing]) -> tuple[float, float]:
-    """Send one part at a steady rate, to see the latency, and the rest at once; returns when each began."""
-    steady = _steady(len(outgoing))
-    started_s = time.time()
-    await publisher.publish(outgoing[:steady], rate=STEADY_RATE)
-    burst_s = time.time()
-    await publisher.publish(outgoing[steady:])
-    return started_s, burst_s
-
-
-def _steady(messages: int) -> int:
-    return min(messages // 2, MOST_STEADY)
-
-
-def _measure(findings: Findings, notes: list[Note], complaint: str, started_s: float, burst_s: float) -> Outcome:
-    steady = _steady(findings.published)
-    end_s = max((note.handled_s for note in notes), default=started_s)
-    latencies = [note.handled_s - note.stored_s for note in notes if note.seq <= steady]
-    return Outcome(
-        findings=findings,
-        duration_s=end_s - started_s,
-        burst=findings.published - steady,
-        burst_s=end_s - burst_s,
-        latency_s=percentiles(latencies, (50, 99)),
-        complaint=complaint,
+def _tale(stage: Stage, plan: Plan, findings: Findings, place: _Place, version: str) -> Tale:
+    killed, drained = stage.killed, stage.drained
+    assert killed
+    assert drained
+    last_s = max(call.end_ns for call in stage.notes.calls) / 1e9 if stage.notes.calls else 0.0
+    return Tale(
+        title=f"parti demo: {plan.partitions} partitions, {plan.workers + plan.joining} workers, a kill and a drain",
+        facts={"stream": STREAM, "messages": f"{findings.seen['messages']:,}", "seed": str(plan.seed)},
+        lead=lead_of(plan, findings, killed.worker, drained.worker),
+        marks=stage.marks,
+        span=(stage.began_s, max(last_s, *(at_s for at_s, _ in stage.marks))),
+        killed_s=killed.at_s,
+        drained_s=drained.at_s,
+        waiting=findings.traffic.waiting,
+        notes=findings.checks,
+        sections=sections_of(place.data, version, plan.seed),
     )
 
 
-async def _draw(progress: Progress | None, publisher: Publisher, worker: WorkerProcess, messages: int) -> None:
-    if progress is None:
-        return
-    sent = progress.add_task("published", total=messages)
-    done = progress.add_task("handled", total=messages)
-    try:
-        while True:
-            await asyncio.sleep(_DRAW_S)
-            progress.update(sent, completed=publisher.acknowledged)
-            progress.update(done, completed=worker.handled)
-    finally:
-        progress.update(sent, completed=publisher.acknowledged)
-        progress.update(done, completed=min(worker.handled, messages))
+def _without_audit(findings: Findings, tale: Tale, left_out: str, *, failed: bool = False) -> Result:
+    picture = finish(picture_of(findings), tale, audited=False)
+    return Result(findings, None, left_out, pauses_by_reason(picture.moves), write_report(picture), failed)
 
 
-class WorkerProcess:
-    """The `parti worker` process of the demo and the notes that its handler takes."""
-
-    def __init__(self, directory: Path, url: str) -> None:
-        self._notes = directory / demo_app.NOTES
-        self._log = directory / "worker.log"
-        command = [sys.executable, "-P", "-m", demo_app.__name__, str(directory), url]
-        self._process: subprocess.Popen[bytes] = child.spawn(command, self._log)
-        self.pid = self._process.pid
-
-    @property
-    def handled(self) -> int:
-        """Handler calls so far."""
-        return self._notes.stat().st_size // NOTE_BYTES if self._notes.exists() else 0
-
-    def notes(self) -> list[Note]:
-        """All notes, in the order of the handler calls."""
-        return read_notes(self._notes.read_bytes()) if self._notes.exists() else []
-
-    async def ready(self, api: JetStreamApi) -> None:
-        """Return when the worker waits for messages; raises `PartiError` when it does not come to that."""
-        name = consumer_name(Settings.model_fields["prefix"].default, demo_app.WORKER_ID)
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline:
-            self._check_alive()
-            try:
-                if (await api.call(f"CONSUMER.INFO.{demo_app.STREAM}.{name}"))["num_waiting"]:
-                    return
-            except NotFound:
-                pass
-            await asyncio.sleep(_POLL_S)
-        raise PartiError(f"the worker did not begin to read within {_START_S:g} s: {self._last_words()}")
-
-    async def handled_all(self, messages: int) -> None:
-        """Return when as many messages are handled, or when there was no progress for a while."""
-        before, changed_s = -1, time.monotonic()
-        while (handled := self.handled) < messages:
-            self._check_alive()
-            if handled != before:
-                before, changed_s = handled, time.monotonic()
-            elif time.monotonic() - changed_s > _STALL_S:
-                return
-            await asyncio.sleep(_POLL_S)
-
-    async def leave(self) -> None:
-        """Ask the worker to drain and wait until it is gone."""
-        await asyncio.to_thread(child.end, self._process, _LEAVE_S)
-        if self._process.returncode:
-            raise PartiError(f"the worker left with code {self._process.returncode}: {self._last_words()}")
-
-    async def end(self) -> None:
-        """End the worker at once if it still runs."""
-        await asyncio.to_thread(child.end, self._process, 0)
-
-    def _check_alive(self) -> None:
-        if self._process.poll() is not None:
-            raise PartiError(f"the worker ended by itself, code {self._process.returncode}: {self._last_words()}")
-
-    def complaint(self) -> str:
-        """The last warning or error that the worker logged, or nothing."""
-        return next((line for line in reversed(self._lines()) if '"info"' not in line), "")
-
-    def _last_words(self) -> str:
-        return next(reversed(self._lines()), "it said nothing")
-
-    def _lines(self) -> list[str]:
-        return self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+def _count_broken(broken: Sequence[str]) -> str:
+    return f"broken: {', '.join(broken)}" if broken else "every promise kept"

@@ -1,49 +1,64 @@
-"""The demo's messages: made, published with acknowledgements, and read back from the stream."""
+"""The demo's messages: made, published with acknowledgements at a rate that changes, read back from the stream."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Awaitable, Iterator
+from typing import NamedTuple, TypeVar
 
-from parti.cli.demo.check import Stored, digest
+from parti.cli.demo.notes import fingerprint
 from parti.errors import ConnectionFailed, PartiError, RequestTimeout
 from parti.jetstream.wire import Wire, pub
 from parti.model.headers import parse_headers, status_of
 from parti.model.partition import Template
 
+STREAM = "DC"
+SUBJECT = "dc.{tool}.{chamber}.completion"
 _KINDS = ("etch", "cvd", "pvd", "litho", "cmp")
 _CHAMBERS = 4
 _WINDOW = 2_000
 """Messages on their way to the server and not yet acknowledged."""
-_CHUNK = 200
-_TICK_S = 0.01
+_TICK_S = 0.02
 _READ_BATCH = 5_000
 _PATIENCE_S = 10.0
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A message to publish."""
 
     subject: bytes
     data: bytes
 
 
-def make_messages(count: int, partitions: int, template: Template) -> list[Outgoing]:
-    """Wafers that leave chambers: every partition gets its share, in an order that is mixed but always the same."""
-    subjects = [template.partition(_tool_and_chamber(n)).subject.encode() for n in range(partitions)]
-    order = [number % partitions for number in range(count)]
-    random.Random(count).shuffle(order)
-    return [
-        Outgoing(subjects[p], b'{"lot": "L%05d", "wafer": %d, "result": "completed"}' % (n // 25, n % 25 + 1))
-        for n, p in enumerate(order)
-    ]
+class Stored(NamedTuple):
+    """One message as the stream holds it."""
+
+    seq: int
+    subject: str
+    fingerprint: int
+
+
+def partition_names(count: int) -> list[str]:
+    """The ids of the partitions: chambers of tools."""
+    return [".".join(_tool_and_chamber(number)) for number in range(count)]
+
+
+def make_messages(partitions: int, seed: int) -> Iterator[Outgoing]:
+    """Wafers that leave chambers, without end: mixed, but for one seed always the same."""
+    template, chance = Template(SUBJECT), random.Random(seed)
+    subjects = [template.partition(name).subject.encode() for name in partition_names(partitions)]
+    number = 0
+    while True:
+        round_of_all = list(subjects)
+        chance.shuffle(round_of_all)
+        for subject in round_of_all:
+            lot, wafer = divmod(number, 25)
+            yield Outgoing(subject, b'{"lot": "L%05d", "wafer": %d, "result": "completed"}' % (lot, wafer + 1))
+            number += 1
 
 
 def _tool_and_chamber(number: int) -> tuple[str, str]:
@@ -52,15 +67,18 @@ def _tool_and_chamber(number: int) -> tuple[str, str]:
 
 
 class Publisher:
-    """Publishes to a stream and counts what the server has acknowledged."""
+    """Publishes to a stream at `rate` messages a second and counts what the server has acknowledged."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, messages: Iterator[Outgoing]) -> None:
         self._wire = wire
+        self._messages = messages
         self._inbox = wire.new_inbox()
         wire.subscribe(self._inbox, self._on_ack)
         self._sent = 0
         self._refused = ""
         self._progress = asyncio.Event()
+        self.rate = 0.0
+        """May be changed at any time."""
         self.acknowledged = 0
 
     def _on_ack(self, _subject: bytes, _reply: bytes, header: bytes | None, payload: bytes) -> None:
@@ -70,26 +88,34 @@ class Publisher:
             self.acknowledged += 1
         self._progress.set()
 
-    async def publish(self, messages: Sequence[Outgoing], *, rate: float | None = None) -> None:
-        """Send the messages, at `rate` a second or as fast as the server takes them; returns when it has them all.
+    async def run(self) -> None:
+        """Send until cancelled.
 
-        Raises `PartiError` when the server refuses one, `ConnectionFailed` or `RequestTimeout` when it is gone.
+        Raises `PartiError` when the server refuses a message, `ConnectionFailed` or `RequestTimeout` when it is gone.
         """
-        chunk = max(1, int(rate * _TICK_S)) if rate else _CHUNK
         clock = asyncio.get_running_loop().time
-        started = clock()
-        for first in range(0, len(messages), chunk):
-            if rate:
-                await asyncio.sleep(max(0.0, started + first / rate - clock()))
+        owed, before_s = 0.0, clock()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = clock()
+            # After a pause of this process it does not make up for what was not sent.
+            owed += self.rate * min(now_s - before_s, 10 * _TICK_S)
+            before_s = now_s
+            number, owed = int(owed), owed % 1
             await self._wait_until_fewer_than(_WINDOW)
-            self._send(messages[first : first + chunk])
-        await self._wait_until_fewer_than(1)
+            self.send(number)
 
-    def _send(self, messages: Sequence[Outgoing]) -> None:
+    def send(self, number: int) -> None:
+        """Send so many messages now."""
         reply = self._inbox.encode()
-        if not self._wire.write(b"".join(pub(each.subject, each.data, reply) for each in messages)):
+        batch = [next(self._messages) for _ in range(number)]
+        if not self._wire.write(b"".join(pub(each.subject, each.data, reply) for each in batch)):
             raise ConnectionFailed("the connection to the server broke while messages were being published")
-        self._sent += len(messages)
+        self._sent += number
+
+    async def all_acknowledged(self) -> None:
+        """Wait until the server has everything that was sent; raises as `run` does."""
+        await self._wait_until_fewer_than(1)
 
     async def _wait_until_fewer_than(self, limit: int) -> None:
         while self._sent - self.acknowledged >= limit:
@@ -108,7 +134,7 @@ async def read_back(wire: Wire, stream: str) -> list[Stored]:
         fields = parse_headers(header or b"")
         if "Nats-Sequence" in fields:
             subject = fields["Nats-Subject"]
-            stored.append(Stored(int(fields["Nats-Sequence"]), subject, digest(subject, payload)))
+            stored.append(Stored(int(fields["Nats-Sequence"]), subject, fingerprint(subject, payload)))
         elif not end.done():
             end.set_result(f"{status_of(header or b'')[0]} {fields.get('Nats-Num-Pending', '')}")
 

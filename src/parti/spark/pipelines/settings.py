@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from parti.config import load_table
+from parti.config.loading import load_table
 from parti.errors import ConfigError
 from parti.model.partition import Template
 from parti.model.subjects import tokens_of

@@ -1,0 +1,63 @@
+"""What SIGTERM and SIGINT mean to a process of parti: the first asks it to leave in order, a second one means now."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Never
+
+LEAVE = (signal.SIGTERM, signal.SIGINT)
+"""The signals that ask a process to leave; it does not matter which of them comes first, or twice."""
+
+
+def on_leave_signals(leave: Callable[[signal.Signals], None], leave_now: Callable[[signal.Signals], None]) -> None:
+    """Call `leave` for the first of these signals and `leave_now` for each one after it, from now on.
+
+    Both run on the running event loop, which must be the main thread's, between two of its steps: they may touch what
+    coroutines touch.
+    """
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def hear(number: signal.Signals) -> None:
+        nonlocal asked
+        if asked:
+            leave_now(number)
+        else:
+            asked = True
+            leave(number)
+
+    for number in LEAVE:
+        loop.add_signal_handler(number, hear, number)
+
+
+@contextmanager
+def leave_event(leave_now: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
+    """The same for code without an event loop, for the length of a block: the first signal sets the event.
+
+    `leave_now` is called for each one after it, in the main thread, in the middle of whatever runs there: what it
+    raises comes out there. The handlers that were in place before are put back.
+    """
+    asked = threading.Event()
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            leave_now()
+        asked.set()
+
+    before = {number: signal.signal(number, hear) for number in LEAVE}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_at_once(number: signal.Signals) -> Never:
+    """End this process without any tidying up, with the exit code that a shell gives for the signal."""
+    os._exit(128 + number)

@@ -1,0 +1,76 @@
+"""Records of a migration from one consumer per partition to one per worker, as they lie in the fleet's bucket.
+
+    migration              MigrationRecord  what is migrated, which phase it is in, who did what and when
+    migration.<partition>  OldConsumer      the consumer that had the partition before, and who has it now
+    migrator               lease            of the one process that may change any of this
+    progress.old.consumers Progress         positions of partitions that old consumers have given up
+
+Nobody but `parti migrate` writes them. The rebalancer reads the last one, as it reads the record of any owner that is
+gone; no worker id has a dot, so that it can never be a worker's.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+
+OLD_CONSUMERS = "old.consumers"
+"""In the place of a worker id: who finished what is below the positions of switched partitions."""
+
+Phase = Literal["planned", "shadow", "validated", "switched", "cleaned"]
+Action = Literal["shadow", "validate", "switch", "cleanup", "rollback"]
+Holder = Literal["old", "both", "fleet"]
+"""Who handles a partition: the consumer of its own, the fleet, or, in dual mode, both."""
+
+
+class PhaseNote(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """One thing that somebody did."""
+
+    action: Action
+    at: datetime
+    by: str
+    """User and host."""
+    phase: Phase
+    """Where the migration stood afterwards."""
+    text: str
+    """What came of it, in a sentence."""
+
+
+class MigrationRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The migration of a stream's old consumers."""
+
+    stream: str
+    stream_created: str
+    retention: str
+    template: str
+    prefix: str
+    consumers: str
+    """The pattern, or the list, that names the old consumers."""
+    workers: int
+    """How many workers the shadow run pretends to have."""
+    shares: dict[str, tuple[str, ...]] = {}
+    """What each of them would own."""
+    phase: Phase = "planned"
+    doing: Action | Literal[""] = ""
+    """What was begun and has not ended: done again, it goes on where it stopped."""
+    notes: tuple[PhaseNote, ...] = ()
+
+
+class OldConsumer(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The consumer that had a partition before the fleet, as it was found."""
+
+    partition: str
+    subject: str
+    consumer: str = ""
+    """Empty: nobody read this partition."""
+    config: dict[str, Any] = {}
+    """As the server had it, for the way back."""
+    holder: Holder = "old"
+    position: int = 0
+    """Where the fleet began: the old consumer has finished everything below; 0 where nobody needs to know."""
+    removed: bool = False
+    """The old consumer is deleted."""
+    at: datetime | None = None
+    """When the holder last changed."""
