@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from chaos.outcome import Outcome, report
 
-from chaos import kills, moves, rolling, stops
+from chaos import kills, migration, moves, rolling, standby, stops
 
 SMALL = ["--partitions", "6", "--rate", "120", "--ttl", "1"]
 pytestmark = pytest.mark.timeout(120)
@@ -39,7 +39,8 @@ async def test_a_rolling_restart_moves_nothing() -> None:
     shown(await rolling.run(rolling.parse([*SMALL, "--workers", "2"])))
 
 
-@pytest.mark.parametrize("retention", ["interest", "workqueue"])
+# Where messages are deleted once they are handled a mistake costs most: the one kind of stream stands for the other.
+@pytest.mark.parametrize("retention", [pytest.param("interest", marks=pytest.mark.slow), "workqueue"])
 async def test_planned_moves_lose_and_repeat_nothing(retention: str, tmp_path: Path) -> None:
     arguments = ["--workers", "2", "--moves", "12", "--batch", "4", "--hot-rate", "60", "--retention", retention]
     outcome = await moves.run(moves.parse([*SMALL, *arguments]))
@@ -47,3 +48,29 @@ async def test_planned_moves_lose_and_repeat_nothing(retention: str, tmp_path: P
     assert outcome.figures["moves by the claims"] == 12
     assert report(outcome, tmp_path) == 0
     assert (tmp_path / f"chaos_moves_{retention}.json").exists()
+
+
+async def test_whoever_stands_by_takes_over_from_one_that_is_killed() -> None:
+    outcome = await standby.run(standby.parse([*SMALL, "--kills", "2"]))
+    shown(outcome)
+    assert outcome.figures["faults"] == {"kill": 2}
+    assert outcome.figures["worker processes"] == 4
+
+
+async def test_one_that_was_stopped_starts_nothing_and_its_pulls_are_no_hindrance() -> None:
+    """With few messages the pulls of the stopped process stand for long, on a stream where that matters."""
+    arguments = ["--partitions", "4", "--rate", "30", "--ttl", "1", "--stops", "1", "--retention", "interest"]
+    outcome = await standby.run(standby.parse(arguments))
+    broken = [f"{v.what}: {v.figure}" for v in outcome.verdicts if not v.passed and not v.what.startswith(LATE)]
+    assert not broken, "\n".join([*broken, *outcome.notices])
+    assert outcome.figures["faults"] == {"stop": 1}
+    assert outcome.figures["from the fault to the first message"].max_s < standby.LEASES * 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+async def test_old_consumers_become_a_fleet_and_come_back(retention: str) -> None:
+    arguments = ["--workers", "2", "--hosts", "1", "--old-processes", "1", "--at-once", "3", "--wait", "1"]
+    windows = ["--windows", "1", "--window", "0.5", "--rest", "1", "--retention", retention]
+    outcome = await migration.run(migration.parse([*SMALL, *arguments, *windows]))
+    shown(outcome)

@@ -49,12 +49,15 @@ class Authority:
         self.path = directory / "ca.pem"
         self.path.write_bytes(cert.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, common_name: str, *hosts: str) -> Pair:
+    def issue(self, common_name: str, *hosts: str, expired: bool = False) -> Pair:
         """Issue a certificate for host names and IP addresses; without hosts it is a client's."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name(common_name), self._name, key.public_key()).add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
         )
+        if expired:
+            ended = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=1)
+            builder = _between(_name(common_name), self._name, key.public_key(), ended)
         if hosts:
             builder = builder.add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), False)
         cert = builder.sign(self._key, hashes.SHA256())
@@ -80,15 +83,20 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+    return _between(subject, issuer, public_key, datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=1))
+
+
+def _between(
+    subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, until: datetime.datetime
+) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(until - datetime.timedelta(days=1, minutes=5))
+        .not_valid_after(until)
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import nats
 from nats.aio.msg import Msg
 from tests.integration.conftest import Kit, Sent, eventually, only_suffixes_repeat
-from tests.integration.proxy import LOOPBACK, Proxy
+from tests.integration.proxy import Proxy
 
 import parti
 from parti.app.worker import Worker
@@ -245,7 +245,6 @@ class Network(Proxy):
         super().__init__(port)
         self.delay_s = 0.0
         self.loses_answer: Callable[[bytes], bool] = lambda body: False
-        self._port = port
         self._flows = asyncio.Event()
         self._flows.set()
 
@@ -255,27 +254,6 @@ class Network(Proxy):
             self._flows.clear()
         else:
             self._flows.set()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._refusing:
-            writer.transport.abort()
-            return
-        up_reader, up_writer = await asyncio.open_connection(LOOPBACK, self._port)
-        both = {writer, up_writer}
-        self._open |= both
-        pumps = [
-            asyncio.create_task(self._upwards(reader, up_writer)),
-            asyncio.create_task(self._copy_messages(up_reader, writer)),
-        ]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-            for end in both:
-                end.transport.abort()
-            self._open -= both
 
     async def _upwards(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         while data := await source.read(65536):

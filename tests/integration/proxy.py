@@ -7,6 +7,8 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
 
+from parti.testing.link import until_one_ends
+
 LOOPBACK = "127.0.0.1"
 Loses = Callable[[bytes], bool]
 """Given the first line of what the server says (`MSG ...`, `PONG`), says whether it gets lost."""
@@ -75,16 +77,16 @@ class Proxy:
         both = {writer, up_writer}
         self._open |= both
         try:
-            pumps = [_copy(reader, up_writer), self._copy_messages(up_reader, writer)]
-            tasks = [asyncio.create_task(pump) for pump in pumps]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await until_one_ends(self._upwards(reader, up_writer), self._copy_messages(up_reader, writer))
         finally:
             for end in both:
                 end.transport.abort()
             self._open -= both
+
+    async def _upwards(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            sink.write(data)
+            await sink.drain()
 
     async def _copy_messages(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         while line := await source.readline():
@@ -95,12 +97,6 @@ class Proxy:
                 continue
             sink.write(line + body)
             await sink.drain()
-
-
-async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    while data := await source.read(65536):
-        sink.write(data)
-        await sink.drain()
 
 
 @contextlib.asynccontextmanager

@@ -32,6 +32,10 @@ class Terminal:
         except OSError:
             asyncio.get_running_loop().remove_reader(self._master)
 
+    def type(self, keys: str) -> None:
+        """Press these keys."""
+        os.write(self._master, keys.encode())
+
     async def ends(self) -> int:
         """Wait for the exit code; nothing is left behind, not even when it does not come."""
         try:

@@ -22,7 +22,7 @@ RATIOS = {
 
 
 def check(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    size = ("--messages", "4000", "--rounds", "1", "--consumers", "1", "--results", str(directory))
+    size = ("--messages", "2000", "--rounds", "1", "--consumers", "1", "--results", str(directory))
     command = [sys.executable, "-m", "benchmarks.check", *size, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55, check=False)
 

@@ -17,6 +17,7 @@ import pytest
 import structlog
 from nats.aio.msg import Msg
 from tests.integration.certs import Authority, Key, credentials, tenancy
+from tests.pace import unhindered_s
 
 from parti.config import Settings
 from parti.embedded import Cluster, Server
@@ -145,10 +146,10 @@ async def test_wrong_credentials_are_refused_soon_and_show_no_secret(
     config, settings, secrets = way(tmp_path, right=False)
     with structlog.testing.capture_logs() as logs:
         async with Server(config=config, jetstream=False) as server:
-            began = time.monotonic()
+            began = unhindered_s()
             with pytest.raises(AuthenticationFailed) as refusal:
                 await Connection.open(Settings(nats=(server.url,), **settings), name="test")
-            assert time.monotonic() - began < 2
+            assert unhindered_s() - began < 2
     assert server.name not in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not caplog.records
@@ -165,10 +166,10 @@ async def test_missing_credentials_are_an_authentication_failure() -> None:
 async def test_one_refusing_server_among_dead_ones_is_an_authentication_failure() -> None:
     async with Server(config=LOGIN, jetstream=False) as server:
         settings = Settings(nats=(unused_address(), server.url), user="ann", password="wrong")  # type: ignore[arg-type]
-        began = time.monotonic()
+        began = unhindered_s()
         with pytest.raises(AuthenticationFailed):
             await Connection.open(settings, name="test")
-        assert time.monotonic() - began < 2
+        assert unhindered_s() - began < 2
 
 
 async def test_login_inside_the_address_works_and_is_never_shown() -> None:
@@ -243,11 +244,11 @@ async def test_unknown_authority_points_at_tls_ca(tmp_path: Path) -> None:
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b", "another authority")
     async with Server(config=tls_config(authority, "127.0.0.1"), jetstream=False) as server:
         for settings in ({}, {"tls_ca": other.path}):
-            began = time.monotonic()
+            began = unhindered_s()
             with pytest.raises(ConnectionFailed, match=r"TLS: .*set tls_ca to the authority") as failure:
                 await Connection.open(Settings(nats=(server.url,), **settings), name="test")  # type: ignore[arg-type]
             assert not isinstance(failure.value, AuthenticationFailed)
-            assert time.monotonic() - began < 2
+            assert unhindered_s() - began < 2
 
 
 async def test_certificate_for_another_host_points_at_tls_hostname(tmp_path: Path) -> None:
@@ -264,10 +265,10 @@ async def test_client_certificate_is_demanded_and_accepted(tmp_path: Path) -> No
     stranger = Authority(tmp_path / "b", "another authority").issue("stranger")
     client = authority.issue("client")
     async with Server(config=tls_config(authority, "127.0.0.1", verify=True), jetstream=False) as server:
-        began = time.monotonic()
+        began = unhindered_s()
         with pytest.raises(ConnectionFailed, match="set tls_cert and tls_key"):
             await Connection.open(Settings(nats=(server.url,), tls_ca=authority.path), name="test")
-        assert time.monotonic() - began < 2
+        assert unhindered_s() - began < 2
         with pytest.raises(ConnectionFailed):
             await Connection.open(
                 Settings(
@@ -409,7 +410,7 @@ async def test_frozen_server_is_noticed_and_publishers_are_not_stuck() -> None:
         seen = Seen(connection)
         await connection.flush()
         with frozen(server):
-            began = time.monotonic()
+            began = unhindered_s()
 
             async def publish_until_refused() -> None:
                 while True:
@@ -418,7 +419,7 @@ async def test_frozen_server_is_noticed_and_publishers_are_not_stuck() -> None:
             publisher = asyncio.create_task(publish_until_refused())
             state, reason = await seen.next()
             assert (state, reason) == (SUSPENDED, "the server stopped answering pings")
-            assert time.monotonic() - began < 2
+            assert unhindered_s() - began < 2
             with pytest.raises(ConnectionFailed):
                 await asyncio.wait_for(publisher, 10)
         assert (await seen.next(10))[0] is CONNECTED
@@ -527,11 +528,11 @@ async def test_denied_request_is_permission_denied_for_exactly_that_request() ->
         connected(server.url, user="ann", password=SECRET) as connection,
     ):
         await echo(connection, "open")
-        began = time.monotonic()
+        began = unhindered_s()
         denied, allowed = await asyncio.gather(
             connection.request("Closed.Door"), connection.request("open", b"x"), return_exceptions=True
         )
-        assert time.monotonic() - began < 1
+        assert unhindered_s() - began < 1
         assert isinstance(denied, PermissionDenied)
         assert (denied.operation, denied.subject) == ("publish to", "Closed.Door")
         assert not isinstance(allowed, BaseException)
@@ -649,9 +650,9 @@ async def test_close_of_a_dead_connection_is_quick_and_quiet(how: str, tmp_path:
                 await seen.next()
             waiting = asyncio.create_task(connection.wait_connected()) if how == "killed" else None
             await asyncio.sleep(0)
-            began = time.monotonic()
+            began = unhindered_s()
             await connection.close()
-            assert time.monotonic() - began < 4
+            assert unhindered_s() - began < 4
             if waiting is not None:
                 with pytest.raises(ConnectionFailed):
                     await waiting

@@ -1,4 +1,4 @@
-"""The demo shows what it claims, finds faults, and leaves nothing behind."""
+"""The demo tells its story on real processes, shows it, proves it, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -16,37 +16,33 @@ from typing import TypeAlias
 import psutil
 import pytest
 
-from parti.cli.demo import app as demo_app
-from parti.cli.demo.check import Findings, Note, Stored, compare, percentiles, read_notes
-from parti.cli.demo.traffic import make_messages
+from parti.cli.main import main
 
 COMMAND = [sys.executable, "-m", "parti.cli.main", "dev", "demo"]
-PATIENCE_S = 40.0
+SMALL = ("--seconds", "5", "--workers", "2", "--partitions", "8", "--no-audit")
+PATIENCE_S = 150.0
+pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
 Shown: TypeAlias = tuple[subprocess.CompletedProcess[str], Path]
 
 
+def surroundings(cwd: Path, **variables: str) -> dict[str, str]:
+    """An environment with a temporary directory of its own, to see what is left there."""
+    (cwd / "tmp").mkdir(exist_ok=True)
+    return {**os.environ, "TMPDIR": str(cwd / "tmp"), **variables}
+
+
 def run_demo(*options: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run it as a user would, with a temporary directory of its own to see what it leaves there."""
-    environment = {**os.environ, "TMPDIR": str(cwd), **variables}
+    """Run it as a user would."""
     return subprocess.run(
         [*COMMAND, *options],
         cwd=cwd,
-        env=environment,
+        env=surroundings(cwd, **variables),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=False,
     )
-
-
-def figures(output: str) -> dict[str, str]:
-    """Return the summary's rows, by name."""
-    return {m[1]: m[2] for m in re.finditer(r"^([a-z][a-z0-9 ]*?) {3,}([\d.,]+(?: \S+)?) {2,}", output, re.MULTILINE)}
-
-
-def offspring(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
 
 
 def gone(process: psutil.Process) -> bool:
@@ -64,19 +60,28 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     """One whole demo, in a directory whose settings, like those of the environment, are for another server."""
     directory = tmp_path_factory.mktemp("demo")
     (directory / "parti.toml").write_text('token = "for another server"\nstart = "new"\n')
-    options = ("--messages", "6000", "--partitions", "60")
-    return run_demo(*options, cwd=directory, PARTI_NATS="nats://127.0.0.1:1", PARTI_USER="somebody"), directory
+    return run_demo(*SMALL, cwd=directory, PARTI_NATS="nats://127.0.0.1:1", PARTI_USER="somebody"), directory
 
 
-def test_every_message_is_handled_once_and_in_order(shown: Shown) -> None:
+def test_the_fleet_grows_loses_a_worker_lets_one_go_and_keeps_every_promise(shown: Shown) -> None:
     done, _ = shown
     assert done.returncode == 0, done.stdout + done.stderr
-    found = figures(done.stdout)
-    assert found["published"] == found["handled"] == "6,000"
-    assert (found["lost"], found["repeated"], found["out of order"]) == ("0", "0", "0")
-    assert found["partitions"] == "60"
-    assert found["throughput"].endswith("msg/s")
-    assert {"duration", "latency p50"} <= found.keys()
+    chapters = re.findall(r"^chapter (\d) of 6: ([a-z ,]+)\.", done.stdout, re.MULTILINE)
+    assert [number for number, _ in chapters] == list("123456")
+    assert re.search(r"^ +\d+\.\d s  worker-2 joined", done.stdout, re.MULTILINE)
+    assert re.search(r"SIGKILL to worker-\d \(pid \d+", done.stdout)
+    assert re.search(r"worker-\d was stopped and left with code 0", done.stdout)
+    verdicts = dict(re.findall(r"^([A-Z]\w+) .* (\d+)  held", done.stdout, re.MULTILINE))
+    assert set(verdicts) >= {"NoLoss", "Order", "OneOwner", "NoRepeatOnPlannedMove", "BoundedRepeatOnCrash"}
+    assert set(verdicts.values()) == {"0"}
+    assert "Every promise was kept" in done.stdout
+    for reason in ("join", "SIGKILL", "drain"):
+        assert re.search(rf"^{reason} +\d+ +[\d,]+ ms", done.stdout, re.MULTILINE), reason
+
+
+def test_without_the_audit_one_line_says_so(shown: Shown) -> None:
+    done, _ = shown
+    assert done.stdout.count("The audit in Spark was left out: --no-audit was given\n") == 1
 
 
 def test_without_a_terminal_the_output_is_plain_text(shown: Shown) -> None:
@@ -85,72 +90,96 @@ def test_without_a_terminal_the_output_is_plain_text(shown: Shown) -> None:
     assert done.stderr == ""
 
 
-def test_it_leaves_nothing_behind(shown: Shown) -> None:
+def test_it_leaves_the_report_and_what_it_was_made_from_and_nothing_else(shown: Shown) -> None:
+    done, directory = shown
+    expected = ["parti-demo-report-data", "parti-demo-report.html", "parti.toml", "tmp"]
+    assert sorted(path.name for path in directory.iterdir()) == expected
+    assert list((directory / "tmp").iterdir()) == []
+    assert sorted(path.name for path in (directory / "parti-demo-report-data").iterdir()) == ["store", "workers"]
+    assert "Report: parti-demo-report.html\n" in done.stdout
+
+
+def test_the_report_names_the_moments_and_needs_nothing_from_elsewhere(shown: Shown) -> None:
     _, directory = shown
-    assert [file.name for file in directory.iterdir()] == ["parti.toml"]
+    page = (directory / "parti-demo-report.html").read_text()
+    for mark in (r"\+1 worker", r"SIGKILL worker-\d", r"drain worker-\d", "load ends"):
+        assert re.search(f"{mark}</text>", page), mark
+    assert "Every promise was kept" in page
+    assert "parti audit --nats nats://127.0.0.1:4222 --stream DC" in page
+    assert not re.search(r"<script|<link|<img|\ssrc=|url\(|@import", page)
 
 
-def test_a_terminal_sees_progress_bars(tmp_path: Path) -> None:
+# Both signals end it by the same handler.
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_terminal_sees_who_owns_what_and_an_interrupt_leaves_nothing_behind(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "TERM": "xterm-256color"}
     process = subprocess.Popen(
-        [*COMMAND, "--messages", "1000"], cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs, text=True
+        [*COMMAND, *SMALL],
+        cwd=tmp_path,
+        env=surroundings(tmp_path, TERM="xterm-256color"),
+        stdout=theirs,
+        stderr=theirs,
     )
     os.close(theirs)
-    seen = b""
+    seen = ""
     deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and select.select([ours], [], [], PATIENCE_S)[0]:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other side is closed
-            break
-        seen += chunk
-    os.close(ours)
-    assert process.wait(PATIENCE_S) == 0
-    text = seen.decode()
-    assert "\x1b[?25l" in text, "the cursor is hidden while bars are drawn"
-    assert "\x1b[?25h" in text, "and shown again"
-    assert re.search(r"handled +.*━.* 1,000", text)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    with subprocess.Popen(
-        [*COMMAND, "--messages", "200000"],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout
-        while not process.stdout.readline().startswith("traffic"):
-            assert process.poll() is None
-        started = offspring(process)
-        assert len(started) >= 2
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130
-    assert "interrupted" in output
-    assert errors == ""
+    started: list[psutil.Process] = []
+    try:
+        while time.monotonic() < deadline and select.select([ours], [], [], PATIENCE_S)[0]:
+            try:
+                seen += os.read(ours, 65536).decode(errors="replace")
+            except OSError:  # how Linux says that the other side is closed
+                break
+            # Once the third worker has joined, everything is there that could be left behind.
+            if not started and "joined" in seen:
+                started = psutil.Process(process.pid).children(recursive=True)
+                process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert re.search(r"\x1b\[[\d;]*48;5;\d+m etch01\.c1 ", seen), "a cell has the colour of its owner"
+    assert "2 of 6" in seen
+    assert "\x1b[?1049l" in seen, "the terminal is given back"
+    assert "interrupted: server and workers are stopped, nothing was written" in seen
+    assert len(started) >= 4, "a server and three workers"
     assert all(gone(each) for each in started)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--messages", "1"], "--messages is 1: expected 2 to 1000000"),
-        (["--partitions", "0"], "--partitions is 0: expected 1 to 100000"),
+        (["--seconds", "1"], "--seconds is 1: expected 5 to 600"),
+        (["--workers", "1"], "--workers is 1: expected 2 to 8"),
+        (["--partitions", "3"], "--partitions is 3: expected 4 to 400"),
         (["--partitions", "many"], "--partitions"),
+        (["--seed", "-1"], "--seed is -1: expected 0 to"),
+        (["--report", "nowhere/report.html"], "there is no directory nowhere"),
+        (["--report", "mine"], "--report mine is a directory"),
+        (["--report", "mine.html"], "mine-data is there and was not left by a demo"),
     ],
 )
-def test_bad_input_is_one_line_and_code_2(tmp_path: Path, options: list[str], complaint: str) -> None:
-    done = run_demo(*options, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert complaint in done.stderr
+def test_bad_input_is_one_line_and_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    complaint: str,
+) -> None:
+    for name in ("mine", "mine-data"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["dev", "demo", *options]) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.count("\n") == 1
+    assert complaint in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-data"]
 
 
 def test_without_a_server_binary_it_says_so(tmp_path: Path) -> None:
@@ -158,58 +187,3 @@ def test_without_a_server_binary_it_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "no nats-server at 'missing'" in done.stderr
-
-
-# -- its judgement ------------------------------------------------------------------------------------------------
-
-STREAM = [Stored(1, "a", 11), Stored(2, "b", 12), Stored(3, "a", 13), Stored(4, "b", 14)]
-
-
-def notes(*calls: tuple[int, int]) -> list[Note]:
-    return [Note(seq, fingerprint, 0.0, 0.0) for seq, fingerprint in calls]
-
-
-def test_all_handled_in_the_order_of_their_partition_is_flawless() -> None:
-    found = compare(4, STREAM, notes((2, 12), (1, 11), (3, 13), (4, 14)))
-    assert found == Findings(published=4, handled=4, lost=0, repeated=0, out_of_order=0, partitions=2)
-    assert found.flawless
-
-
-@pytest.mark.parametrize(
-    ("calls", "lost", "repeated", "out_of_order"),
-    [
-        ([(1, 11), (2, 12), (3, 13)], 1, 0, 0),
-        ([(1, 11), (2, 12), (3, 13), (4, 14), (3, 13)], 0, 1, 0),
-        ([(3, 13), (1, 11), (2, 12), (4, 14)], 0, 0, 1),
-        ([(1, 11), (2, 12), (3, 99), (4, 14)], 1, 1, 0),
-        ([], 4, 0, 0),
-    ],
-    ids=["lost", "repeated", "out of order", "wrong content", "nothing at all"],
-)
-def test_each_fault_is_found(calls: list[tuple[int, int]], lost: int, repeated: int, out_of_order: int) -> None:
-    found = compare(4, STREAM, notes(*calls))
-    assert (found.lost, found.repeated, found.out_of_order) == (lost, repeated, out_of_order)
-    assert not found.flawless
-
-
-def test_a_message_that_was_acknowledged_and_is_not_in_the_stream_is_lost() -> None:
-    assert compare(5, STREAM, notes((1, 11), (2, 12), (3, 13), (4, 14))).lost == 1
-
-
-def test_notes_survive_the_file_and_a_half_written_end() -> None:
-    kept = [Note(1, 2, 3.5, 4.5), Note(5, 6, 7.5, 8.5)]
-    assert read_notes(b"".join(note.pack() for note in kept) + b"\0") == kept
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    assert percentiles([float(n) for n in range(1, 101)], (50, 99)) == {50: 50.0, 99: 99.0}
-    assert percentiles([7.0], (50, 99)) == {50: 7.0, 99: 7.0}
-    assert percentiles([], (50,)) == {}
-
-
-def test_messages_reach_every_partition_and_are_always_the_same() -> None:
-    made = make_messages(1000, 30, demo_app.app.template)
-    assert made == make_messages(1000, 30, demo_app.app.template)
-    assert len({message.subject for message in made}) == 30
-    for message in made:
-        demo_app.app.template.parse(message.subject.decode())

@@ -45,7 +45,8 @@ def check(step: Step) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "how"),
-    [("sticky", signal.SIGTERM), ("hash", signal.SIGKILL)],
+    # By default: kills here, and workers that leave in order in the next test.
+    [pytest.param("sticky", signal.SIGTERM, marks=pytest.mark.slow), ("hash", signal.SIGKILL)],
     ids=["sticky-SIGTERM", "hash-SIGKILL"],
 )
 async def test_processes_that_come_and_go_share_the_partitions(kit: Kit, strategy: str, how: signal.Signals) -> None:

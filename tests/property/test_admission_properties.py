@@ -9,6 +9,7 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.trials import examples_of
 
 from parti.core.admission import STRICT, Admission, LookAhead, Stage, Ticket
 from parti.jobs.scheduler import WeightedScheduler
@@ -99,7 +100,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestAdmission.settings = settings(max_examples=examples_of(150), stateful_step_count=60, deadline=None)
 
 
 @given(st.lists(COSTS, min_size=1, max_size=60), st.integers(1, 20))
@@ -114,7 +115,7 @@ def test_strict_order_is_the_order_of_arrival(costs: list[int], capacity: int) -
 
 
 @given(st.integers(0, 2**32), st.integers(1, 20), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples_of(40), deadline=None)
 def test_jobs_that_return_fail_or_are_cancelled_give_their_slots_back(seed: int, capacity: int, strict: bool) -> None:
     chance = random.Random(seed)
     scheduler = WeightedScheduler(capacity, look_ahead=STRICT if strict else None)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.trials import examples_of
 
 from parti.core.lane import Lane, Phase, Verdict
 from parti.model.message import Message, Ownership
 from parti.model.partition import Template
 
 OWNERSHIP = Ownership(Template("dc.{tool}").partition("a"), "DC", "w0")
-EXAMPLES = settings(deadline=None, max_examples=150, stateful_step_count=50)
+EXAMPLES = settings(deadline=None, max_examples=examples_of(150), stateful_step_count=50)
 
 
 class LaneMachine(RuleBasedStateMachine):

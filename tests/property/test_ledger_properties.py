@@ -7,6 +7,7 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.errors import LedgerCorrupt
 from parti.model.ledger import LedgerBatch, decode_batch, encode_batch
@@ -43,13 +44,13 @@ def batches(draw: st.DrawFn) -> LedgerBatch:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples_of(200))
 @given(batch=batches())
 def test_any_batch_comes_back(batch: LedgerBatch) -> None:
     assert decode_batch(encode_batch(batch)) == batch
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(batch=batches(), data=st.data())
 def test_a_part_of_a_batch_is_refused(batch: LedgerBatch, data: st.DataObject) -> None:
     encoded = encode_batch(batch)
@@ -58,7 +59,7 @@ def test_a_part_of_a_batch_is_refused(batch: LedgerBatch, data: st.DataObject) -
         decode_batch(encoded[:size])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(batch=batches(), data=st.data())
 def test_a_changed_byte_is_noticed(batch: LedgerBatch, data: st.DataObject) -> None:
     encoded = bytearray(encode_batch(batch))
@@ -68,7 +69,7 @@ def test_a_changed_byte_is_noticed(batch: LedgerBatch, data: st.DataObject) -> N
         decode_batch(bytes(encoded))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(garbage=st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda tail: b"PLG1" + tail)))
 def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises(LedgerCorrupt):

@@ -15,6 +15,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.scenarios.fleet_model import EPOCH, FleetModel
+from tests.trials import examples_of
 
 from parti.core.fleet_view import Policy
 from parti.core.loads import Learning, LoadBook, Sample, noticed
@@ -117,7 +118,7 @@ def settled_fleet(random: Random, work: Mapping[str, Work], workers: int) -> Mea
 seeds = st.integers(0, 1 << 32)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples_of(12, at_least=4))
 @given(seed=seeds, workers=st.integers(2, 4), each=st.integers(6, 14), skew=st.sampled_from([1.0, 4.0, 10.0]))
 def test_noise_around_a_fixed_mean_moves_nothing(seed: int, workers: int, each: int, skew: float) -> None:
     random = Random(seed)
@@ -127,7 +128,7 @@ def test_noise_around_a_fixed_mean_moves_nothing(seed: int, workers: int, each: 
     assert fleet.run(600.0) == []
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples_of(12, at_least=4))
 @given(seed=seeds, workers=st.integers(2, 4), each=st.integers(6, 14))
 def test_a_partition_that_becomes_twenty_times_as_hot_moves_little_and_ends_near_the_optimum(
     seed: int, workers: int, each: int
@@ -149,7 +150,7 @@ def test_a_partition_that_becomes_twenty_times_as_hot_moves_little_and_ends_near
     assert max(fleet.loads().values()) <= 1.1 * best + movable, fleet.loads()
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=examples_of(8, at_least=4))
 @given(seed=seeds, workers=st.integers(2, 4))
 def test_a_partition_that_is_more_than_a_share_stays_and_the_others_leave_it(seed: int, workers: int) -> None:
     work = {f"p{n}": Work(0.05, 30.0) for n in range(workers * 4)}
@@ -162,7 +163,7 @@ def test_a_partition_that_is_more_than_a_share_stays_and_the_others_leave_it(see
     assert len(moves) <= 4 + workers
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=examples_of(8, at_least=4))
 @given(seed=seeds, peak_s=st.sampled_from([2.5, 10.0, 20.0]))
 def test_a_peak_that_passes_moves_nothing(seed: int, peak_s: float) -> None:
     fleet = settled_fleet(Random(seed), {f"p{n}": Work(0.05, 30.0) for n in range(16)}, 2)
@@ -172,7 +173,7 @@ def test_a_peak_that_passes_moves_nothing(seed: int, peak_s: float) -> None:
     assert moves + fleet.run(300.0) == []
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=examples_of(8, at_least=4))
 @given(seed=seeds)
 def test_a_new_rebalancer_moves_nothing_in_a_fleet_that_has_settled(seed: int) -> None:
     random = Random(seed)
@@ -184,7 +185,7 @@ def test_a_new_rebalancer_moves_nothing_in_a_fleet_that_has_settled(seed: int) -
     assert moves == []
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=examples_of(8, at_least=4))
 @given(seed=seeds)
 def test_the_work_of_a_worker_that_is_gone_is_shared_by_what_it_had_measured(seed: int) -> None:
     random = Random(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.core.progress import Progress, decode_progress, encode_progress, summarise
 
@@ -12,7 +13,7 @@ positions = st.dictionaries(ids, st.integers(0, 50))
 seqs = st.integers(1, 50)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples_of(150))
 @given(
     st.builds(
         Progress,
@@ -36,7 +37,7 @@ def fold(floor: int, lanes: dict[str, int], behind: dict[str, int], quiet: set[s
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(floor=seqs, lanes=positions, behind=positions, quiet=st.sets(ids))
 def test_every_partition_has_the_position_that_its_lane_and_the_floor_give_it(
     floor: int, lanes: dict[str, int], behind: dict[str, int], quiet: set[str]
@@ -53,7 +54,7 @@ def test_every_partition_has_the_position_that_its_lane_and_the_floor_give_it(
     assert progress.highest >= max(progress.position(p, f"dc.{p}") for p in "abcdefgh")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(
     floor=seqs,
     lanes=positions,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.integration.conftest import only_suffixes_repeat
+from tests.trials import examples_of
 from tests.unit.shards_bench import Server, World, by_partition
 
 from parti.core.consumer_config import consumer_name, owner_of, shard_metadata, shard_number, workers_of
@@ -117,7 +118,7 @@ class Story:
         elif name == "work":
             world.work(what[0])
         elif name == "catch up":
-            world.lanes.catch_up()
+            world.lanes.floors.catch_up()
         elif name == "store":
             self.stored = world.record()
         elif name == "own":
@@ -176,13 +177,7 @@ class Story:
             assert len(handled) == len(set(handled)), "something was handled twice"
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("retention", ["limits", "workqueue"])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=st.lists(step, max_size=40))
-def test_whatever_the_shards_do_no_position_passes_a_message_and_none_is_lost(
-    retention: str, shards: int, steps: list[Any]
-) -> None:
+def whatever_they_do(retention: str, shards: int, steps: list[Any]) -> None:
     async def run() -> None:
         story = Story(retention, shards)
         await story.play(steps)
@@ -195,3 +190,23 @@ def test_whatever_the_shards_do_no_position_passes_a_message_and_none_is_lost(
         await story.world.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+@settings(max_examples=examples_of(40, at_least=10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=st.lists(step, max_size=40))
+def test_whatever_the_shards_do_no_position_passes_a_message_and_none_is_lost(
+    retention: str, shards: int, steps: list[Any]
+) -> None:
+    whatever_they_do(retention, shards, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=st.lists(step, max_size=40))
+def test_the_same_for_many_more_stories(retention: str, shards: int, steps: list[Any]) -> None:
+    whatever_they_do(retention, shards, steps)

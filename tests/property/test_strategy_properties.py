@@ -14,6 +14,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.strategies import STRATEGY_NAMES, Slot, Strategy, minimum_moves, natural_key, strategy_named, weighted
 from parti.strategies.shares import fair_shares
@@ -93,7 +94,7 @@ def moves_of(case: Case, after: Mapping[str, str]) -> int:
 
 
 @each_strategy
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(case=cases())
 def test_every_partition_has_one_living_worker_unless_all_are_full(strategy: Strategy, case: Case) -> None:
     result = case.assign(strategy)
@@ -106,7 +107,7 @@ def test_every_partition_has_one_living_worker_unless_all_are_full(strategy: Str
 
 
 @each_strategy
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(case=cases(), random=st.integers().map(Random))
 def test_the_order_of_the_arguments_does_not_matter(strategy: Strategy, case: Case, random: Random) -> None:
     other = Case(
@@ -119,7 +120,7 @@ def test_the_order_of_the_arguments_does_not_matter(strategy: Strategy, case: Ca
 
 
 @each_strategy
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(case=cases())
 def test_the_same_again_moves_nothing(strategy: Strategy, case: Case) -> None:
     result = case.assign(strategy)
@@ -127,7 +128,7 @@ def test_the_same_again_moves_nothing(strategy: Strategy, case: Case) -> None:
 
 
 @each_strategy
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples_of(50))
 @given(case=cases())
 def test_arguments_are_left_alone(strategy: Strategy, case: Case) -> None:
     copy = Case(list(case.partitions), list(case.workers), dict(case.previous), case.loads and dict(case.loads))
@@ -138,7 +139,7 @@ def test_arguments_are_left_alone(strategy: Strategy, case: Case) -> None:
 # ------------------------------------------------------------------ shares and the minimum
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(total=st.integers(0, 200), case=cases())
 def test_shares_are_in_proportion_except_where_capacity_ends(total: int, case: Case) -> None:
     slots = case.workers
@@ -160,7 +161,7 @@ def balanced_counts(total: int, limits: Sequence[int]) -> Iterator[tuple[int, ..
             yield counts
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(
     held=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     loose=st.integers(0, 3),
@@ -185,7 +186,7 @@ def test_the_minimum_is_that_of_all_balanced_assignments(held: list[int], loose:
 
 
 @pytest.mark.parametrize("strategy", [STICKY, HASH], ids=lambda strategy: strategy.name)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(case=cases())
 def test_everybody_gets_its_share_with_the_least_movement(strategy: Strategy, case: Case) -> None:
     result = case.assign(strategy)
@@ -199,7 +200,7 @@ def test_everybody_gets_its_share_with_the_least_movement(strategy: Strategy, ca
 
 
 @pytest.mark.parametrize("strategy", [STICKY, HASH, WEIGHTED], ids=lambda strategy: strategy.name)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(
     count=st.integers(1, 300),
     start=st.integers(1, 12),
@@ -242,7 +243,7 @@ def spread(case: Case, result: Mapping[str, str]) -> dict[str, tuple[Fraction, i
     }
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(case=cases())
 def test_a_first_weighted_assignment_exceeds_no_share_by_a_whole_partition(case: Case) -> None:
     case = replace(case, workers=[replace(slot, capacity=None) for slot in case.workers])
@@ -250,7 +251,7 @@ def test_a_first_weighted_assignment_exceeds_no_share_by_a_whole_partition(case:
         assert not parts or load - floor(share) <= max(parts)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(case=cases())
 def test_a_weighted_worker_out_of_bounds_has_no_move_left_that_would_help(case: Case) -> None:
     result = case.assign(WEIGHTED)
@@ -268,7 +269,7 @@ def test_a_weighted_worker_out_of_bounds_has_no_move_left_that_would_help(case: 
                 assert min(other_parts) >= difference - 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(case=cases(), random=st.integers().map(Random))
 def test_weighted_keeps_everything_while_loads_drift_within_bounds(case: Case, random: Random) -> None:
     before = case.assign(WEIGHTED)
@@ -284,7 +285,7 @@ def test_weighted_keeps_everything_while_loads_drift_within_bounds(case: Case, r
     assert after == before or not within
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples_of(300))
 @given(case=cases(plain=st.just(True)))
 def test_weighted_with_equal_loads_moves_no_more_than_the_minimum(case: Case) -> None:
     assert moves_of(case, case.assign(WEIGHTED)) <= minimum_moves(case.partitions, case.workers, case.previous)
@@ -296,7 +297,7 @@ def test_weighted_with_equal_loads_moves_no_more_than_the_minimum(case: Case) ->
 names = st.lists(st.sampled_from(["a", "b", "-", ".", "0", "1", "2", "10", "007", "99"]), max_size=6).map("".join)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples_of(500))
 @given(prefix=names, first=st.integers(0, 10**30), second=st.integers(0, 10**30), suffix=names)
 def test_names_that_differ_in_a_number_are_ordered_by_it(prefix: str, first: int, second: int, suffix: str) -> None:
     prefix, suffix = prefix.rstrip("0123456789"), suffix.lstrip("0123456789")
@@ -304,7 +305,7 @@ def test_names_that_differ_in_a_number_are_ordered_by_it(prefix: str, first: int
     assert (natural_key(a) < natural_key(b)) == (first < second)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples_of(500))
 @given(first=names, second=names)
 def test_different_names_have_different_keys_and_names_without_digits_sort_as_usual(first: str, second: str) -> None:
     assert (natural_key(first) == natural_key(second)) == (first == second)

@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.model.subjects import covers, first_overlap, has_wildcard, overlap
 
@@ -34,7 +35,7 @@ def patterns(draw: st.DrawFn) -> str:
     return ".".join(tokens)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples_of(400))
 @given(patterns(), patterns())
 def test_covers_and_overlap_agree_with_brute_force(left: str, right: str) -> None:
     of_left = {s for s in LITERALS if matches(left, s)}
@@ -43,13 +44,13 @@ def test_covers_and_overlap_agree_with_brute_force(left: str, right: str) -> Non
     assert covers(left, right) == (of_right <= of_left)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples_of(200))
 @given(patterns(), st.sampled_from(LITERALS))
 def test_a_literal_is_covered_exactly_when_it_matches(pattern: str, subject: str) -> None:
     assert covers(pattern, subject) == matches(pattern, subject) == overlap(pattern, subject)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples_of(200))
 @given(st.lists(patterns() | st.sampled_from(LITERALS), max_size=6))
 def test_first_overlap_finds_a_pair_exactly_when_there_is_one(subjects: list[str]) -> None:
     pairs = [(a, b) for a, b in combinations(dict.fromkeys(subjects), 2) if overlap(a, b)]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
+from tests.trials import examples_of
 
 from parti.errors import ConnectionFailed
 from parti.jetstream.blocking import BlockingClient
@@ -120,7 +121,7 @@ def chunked(draw: st.DrawFn) -> list[bytes]:
     return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples_of(400))
 @given(chunked())
 def test_the_same_calls_come_out_in_the_same_order(chunks: list[bytes]) -> None:
     expected, got = Recorder(), Recorder()
@@ -129,7 +130,7 @@ def test_the_same_calls_come_out_in_the_same_order(chunks: list[bytes]) -> None:
     assert got.calls == expected.calls
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(chunked())
 def test_the_plain_fallback_makes_the_same_calls(chunks: list[bytes]) -> None:
     expected, got = Recorder(), Recorder()
@@ -139,7 +140,7 @@ def test_the_plain_fallback_makes_the_same_calls(chunks: list[bytes]) -> None:
     assert got.calls == expected.calls
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples_of(150))
 @given(chunked())
 def test_the_blocking_client_of_spark_sees_the_same_messages(chunks: list[bytes]) -> None:
     """Its connection is a socket whose other end plays the server; pings are answered, refusals end it."""
@@ -161,7 +162,7 @@ def test_the_blocking_client_of_spark_sees_the_same_messages(chunks: list[bytes]
     assert seen == messages
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples_of(150))
 @given(chunked(), st.data())
 def test_after_a_reset_in_the_middle_nothing_of_the_old_connection_is_left(
     chunks: list[bytes], data: st.DataObject

@@ -67,16 +67,17 @@ def pull(run: Run, name: str, **request: Any) -> None:
 
 def test_what_is_not_acknowledged_in_time_comes_again_in_order(start: Callable[[Setup], Run]) -> None:
     run = start(LIMITS)
-    make_consumer(run, "A", ("x",))
+    # Long enough that a busy machine does not wait for a further round.
+    make_consumer(run, "A", ("x",), ack_wait=1_200 * MILLISECOND)
     for _ in range(4):
         run.publish("x", 1, "")
     pull(run, "A", batch=20, expires=60_000 * MILLISECOND)
     run.acknowledge(1, b"+ACK")
-    run.wait(0.15)
+    run.wait(0.6)
     run.acknowledge(0, b"+WPI")
-    run.wait(0.22)  # Two of them are overdue, the first is being worked on.
+    run.wait(0.88)  # Two of them are overdue, the first is being worked on.
     run.info("A")
-    run.wait(0.15)
+    run.wait(0.6)
     run.info("A")
     assert len(run.delivered("A")) == 4 + 2 + 1
 

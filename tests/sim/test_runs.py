@@ -49,8 +49,23 @@ def test_what_was_lost_with_the_last_fault_may_take_as_long_as_the_server_takes_
     assert tally.failures == []
 
 
+@pytest.mark.parametrize(
+    ("seed", "retention"),
+    [
+        pytest.param(50672, "interest", id="an heir that had read nothing dies, and a leader changes"),
+        pytest.param(62477, "interest", id="given away and given back before anybody was asked who carries it"),
+        pytest.param(60999, "interest", id="wanted again while others were asked whether they carry it"),
+        pytest.param(52507, "interest", id="a timer that ends too early by a rounding error"),
+        pytest.param(80629, None, id="given more while it begins with what an earlier process carried"),
+        pytest.param(70694, None, id="a worker that is told to leave while it looks where to begin"),
+    ],
+)
+def test_seeds_that_failed_once(seed: int, retention: str | None) -> None:
+    assert run_seeds([seed], retention=retention).failures == []
+
+
 def test_a_seed_is_always_the_same_run() -> None:
-    seeds = (3, 8, 9)
+    seeds = (3, 8)
     here = [run_verbosely(seed).digest for seed in seeds]
     run_seeds([2])  # what was run before leaves no trace
     assert [run_verbosely(seed).digest for seed in seeds] == here

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SKIPPED = pytest.StashKey[str]()
+PRELOAD = Path(__file__).with_name("preload")
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +28,11 @@ def java() -> Java:
 
 @pytest.fixture(scope="session")
 def spark(java: Java) -> Iterator[SparkSession]:
-    with local_session("parti-tests") as session:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            # For the processes that Java starts, which remembers it; see what is in there.
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(PRELOAD), os.environ.get("PYTHONPATH")))))
+            session = stack.enter_context(local_session("parti-tests"))
         yield session
 
 

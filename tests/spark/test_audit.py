@@ -16,9 +16,9 @@ from tests.spark.test_audit_properties import ledger_of, positions_of, stored_of
 from parti.errors import ConfigError
 from parti.model.ledger import LedgerBatch, encode_batch
 from parti.spark.audit import audit
-from parti.spark.audit_report import Picture, Traffic, write_report
 from parti.spark.audit_state import Chain, Mark, read_mark
 from parti.spark.ledger import ledger_batches, ledger_processes, ledger_rows, missing_batches
+from parti.spark.report_page import Picture, Traffic, write_report
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -94,6 +94,7 @@ def test_each_fault_is_told_once_with_what_follows_from_it(spark: SparkSession) 
     ]
     history.deaths["crash-a"] = 350
     calls += good("move", [1, 2]) + good("move", [3, 4], "b", 2)
+    history.deaths["move-a"] = 900  # it did not move because of what came later
     calls += good("twice", seqs) + good("twice", [4])
     calls += good("ahead", [1, 2])
     history.positions["ahead"] = 3
@@ -132,10 +133,11 @@ def test_each_fault_is_told_once_with_what_follows_from_it(spark: SparkSession) 
     assert (moves["move"].pause_s, moves["move"].reason, moves["crash"].reason) == (0.00005, "planned", "crash")
     ahead = [row.seq for row in result.tables["unfinished"].where("NOT lost").collect()]
     assert ahead == [3, 4]
-    report = write_report(Picture("Audit", {}, result.checks, seen, Traffic(), [0.1], [], []))
+    report = write_report(Picture("Audit", {}, result.checks, seen, Traffic(), [], []))
     assert "NoLoss, Order, BoundedRepeatOnCrash, PositionsWithinData violated" in report
 
 
+@pytest.mark.slow  # what `make bench-audit` does, in small
 def test_faults_among_many_rows_are_found_exactly(spark: SparkSession) -> None:
     found, _ = run_audit(spark, 20_000, 200, 5, planted=True)
     assert found == PLANTED

@@ -146,13 +146,18 @@ async def test_a_fleet_is_audited_while_it_works_and_planted_faults_are_found_ex
     monkeypatch.chdir(tmp_path)
     place = ["--nats", kit.url, "--bucket", f"b{kit.root}"]
     report, output = tmp_path / "audit.html", tmp_path / "tables"
+    metrics = tmp_path / "audit.prom"
     command = ["audit", "--stream", kit.stream, "--report", str(report), "--output", str(output), "--json", *place]
+    command += ["--metrics", str(metrics)]
     capsys.readouterr()  # what the workers have logged
     assert await asyncio.to_thread(main, command) == 1
     answer = json.loads(capsys.readouterr().out)
     checks = {check["invariant"]: check for check in answer["checks"]}
     assert {name: check["found"] for name, check in checks.items() if check["found"]} == planted
     assert {name: where(checks[name]["examples"][0]) for name in examples} == examples
+    samples = metrics.read_text()
+    for name, check in checks.items():
+        assert f'parti_audit_violations{{invariant="{name}",stream="{kit.stream}"}} {check["found"]:.1f}' in samples
     messages = sum(map(len, sent.values()))
     assert (answer["seen"]["messages"], answer["seen"]["rows"]) == (messages + 4, messages + 4)
     assert answer["seen"]["dead_letters"] == sum(seq % 40 == 0 for seqs in sent.values() for seq in seqs)

@@ -49,7 +49,9 @@ async def test_a_backlog_is_handled_beside_live_workers_and_given_back(kit: Kit,
     assert len(await kit.dead_letters()) == len({c.seq for c in journal.starts if c.seq % 97 == 0})
 
 
-async def test_a_replay_that_is_stopped_leaves_the_rest_to_the_workers(kit: Kit, tmp_path: Path) -> None:
+async def test_a_replay_that_is_stopped_leaves_the_rest_to_the_workers(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path / "journal")
     sent = await kit.publish(CHOSEN, each=30)
     note, stopped = noting(tmp_path / "journal", worker_s=0.0), threading.Event()
@@ -61,11 +63,20 @@ async def test_a_replay_that_is_stopped_leaves_the_rest_to_the_workers(kit: Kit,
 
     app = app_of(kit, handle)
     replay = replay_of(app, CHOSEN)
+    answer, questions = replay._answer, 0
+
+    async def answer_and_count(message: Any) -> None:
+        nonlocal questions
+        questions += 1
+        await answer(message)
+
+    monkeypatch.setattr(replay, "_answer", answer_and_count)
     running = asyncio.create_task(replay.run(LocalRounds))
     await eventually(lambda: len(journal.starts) > 50, 30)
     replay.stop()
-    # Not before tasks have heard of it.
-    await asyncio.sleep(1.0)
+    # Not before the task has heard of it: who asks again has taken in the answer to the question before.
+    questions = 0
+    await eventually(lambda: questions >= 2)
     stopped.set()
     outcome = await running
     assert not outcome.complete

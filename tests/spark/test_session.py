@@ -73,7 +73,9 @@ def test_a_second_session_at_the_same_time_is_refused() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_sessions_follow_each_other_and_leave_nothing_behind(java: Java, tmp_path: Path) -> None:
+    """By default: test_secrets, whose process has two sessions as well and checks what they leave."""
     temporary, working = tmp_path / "tmp", tmp_path / "cwd"
     temporary.mkdir()
     working.mkdir()

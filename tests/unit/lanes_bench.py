@@ -115,9 +115,9 @@ class Bench:
         subjects = {p.subject: p for p in TEMPLATE.partitions(ids)}
 
         def position_of(partition_id: str, subject: str) -> int:
-            return max(positions.get(partition_id, 0), self.lanes.known_position(partition_id))
+            return max(positions.get(partition_id, 0), self.lanes.roster.known_position(partition_id))
 
-        self.lanes.own(subjects, position_of)
+        self.lanes.roster.own(subjects, position_of)
 
     def send(self, partition_id: str, *seqs: int, deliveries: int = 1) -> None:
         for seq in seqs:
@@ -143,12 +143,12 @@ class Bench:
         return [seq for pid, seq, _ in self.starts if partition_id in (None, pid)]
 
     def lane(self, partition_id: str) -> Lane:
-        found = self.lanes._lanes[partition_id]
+        found = self.lanes.roster.lanes[partition_id]
         assert isinstance(found, Lane)
         return found
 
     def positions(self) -> dict[str, int]:
-        return dict(self.lanes.positions())
+        return dict(self.lanes.roster.positions())
 
     async def until(self, true: Callable[[], object]) -> None:
         await self.signal.until(true)
@@ -201,8 +201,8 @@ class Bench:
         if self.runners:
             async with asyncio.timeout(BOUND_S):
                 await self.runners.stop()
-        self.lanes.cancel_dead_letters()
-        await self.lanes.settle_dead_letters()
+        self.lanes.failures.cancel_dead_letters()
+        await self.lanes.failures.settle_dead_letters()
         for thread in getattr(self.runners, "_threads", []):
             await asyncio.to_thread(thread.join, BOUND_S)
 

@@ -17,6 +17,7 @@ from typing import Any
 from tests.unit.test_consumer_gain import TEMPLATE, Letters, Stub
 
 from parti.config import load_settings
+from parti.core.consumer_config import HOLD
 from parti.core.lane import Lane
 from parti.core.progress import Progress
 from parti.core.retry import RetryPolicy
@@ -98,8 +99,9 @@ class Server:
         if self.fail.get(name, 0):
             self.fail[name] -= 1
             raise NotFound(10014, f"{name}: no")
-        taken = {s for n, c in self.consumers.items() if n != name for s in c.filters}
-        both = taken & set(config["filter_subjects"])
+        readers = {n: c for n, c in self.consumers.items() if n != name and HOLD not in n}
+        taken = {s for c in readers.values() for s in c.filters}
+        both = taken & set(config["filter_subjects"]) if HOLD not in name else ()  # nobody reads a hold
         assert not both, f"{both} are on two consumers"
         consumer = self.consumers.setdefault(name, Consumer(dict(config)))
         consumer.config = dict(config)
@@ -257,7 +259,7 @@ class World:
         """Deliver and handle everything there is."""
         await self.rest()
         while sum(self.serve(shard.number) for shard in self.shards) + self.work():
-            self.lanes.catch_up()
+            self.lanes.floors.catch_up()
 
     def record(self) -> Progress:
         record = self.consumer.summarise("me")

@@ -228,7 +228,7 @@ async def test_nothing_starts_while_a_state_is_saved(crash: Crash) -> None:
     crash.own(a=careful())
     crash.bench.send("a", 1)
     await crash.bench.until(lambda: crash.notes)
-    async with crash.bench.lanes.paused("a") as position:
+    async with crash.bench.lanes.pauses.paused("a") as position:
         assert position == 1
         crash.stored.set()
         assert crash.caution._noting
@@ -251,6 +251,6 @@ async def test_a_last_chance_that_was_paused_between_two_attempts_is_taken_up_ag
     crash.own(a=careful(suspect=1, deaths=1))
     crash.bench.send("a", 1)
     await failed.wait()
-    async with crash.bench.lanes.paused("a"):
+    async with crash.bench.lanes.pauses.paused("a"):
         pass
     await crash.acked(1)

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from parti.cli.orders import partitions_named, worker_named
 from parti.cli.status import draw, take_picture
-from parti.cli.workers import worker_rows
 from parti.coordination.orders import Situation, obstacle
 from parti.coordination.records import Records
+from parti.coordination.worker_rows import worker_rows
 from parti.core.fleet_view import FleetState
 from parti.errors import ConfigError
 from parti.jetstream.kv import Entry

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.trials import examples_of
 
-from parti.config import Settings, load_settings, settings_reference, strip_userinfo
+from parti.config import Settings, load_settings
+from parti.config.reference import settings_reference
 from parti.errors import ConfigError
+from parti.setting_types import strip_userinfo
 
 SECRET = "hunter2-very-secret"
 SEED = "SUAOPDFGV5LTWAZRNYJWJ5CNV2P7SOK2LRSKBMLE7TCBA2ERKBFCWVHLJQ"
@@ -190,7 +193,7 @@ def test_boundaries_are_accepted() -> None:
     heartbeat=st.floats(0.1, 60),
     expires=st.floats(1, 60),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples_of(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_relations_hold_for_whatever_is_accepted(
     batch: int, share: float, pending: int, heartbeat: float, expires: float
 ) -> None:

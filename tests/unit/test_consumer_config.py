@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.core.consumer_config import (
     IMMUTABLE_FIELDS,
@@ -31,7 +32,7 @@ field_names = st.sampled_from(sorted(IMMUTABLE_FIELDS | MINE | {"metadata", "pri
 configs = st.dictionaries(field_names | st.text(min_size=1, max_size=12), json_values, max_size=25)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples_of(200))
 @given(existing=configs, subjects=st.lists(st.text(min_size=1), min_size=1, max_size=4))
 def test_an_update_leaves_every_field_alone_that_is_not_parti_s_to_change(
     existing: dict[str, Any], subjects: list[str]

@@ -108,16 +108,16 @@ async def test_a_lane_has_caught_up_when_its_own_shard_has(make: Make) -> None:
     world.serve(1)
     world.work()
     await world.update("a", "b")
-    assert "b" in world.lanes.behind()
+    assert "b" in world.lanes.roster.behind()
     world.server.publish("a", "a")
     world.serve(1)
     world.work()
-    world.lanes.catch_up()
+    world.lanes.floors.catch_up()
     assert world.record().behind["b"] <= 2
     world.serve(2)
     world.work()
-    world.lanes.catch_up()
-    assert "b" not in world.lanes.behind()
+    world.lanes.floors.catch_up()
+    assert "b" not in world.lanes.roster.behind()
     assert world.handled == [1, 3, 5, 6, 2, 4]
 
 
@@ -137,7 +137,7 @@ async def test_a_partition_that_opens_a_shard_gets_its_old_messages_and_the_new_
     assert sorted(world.handled) == list(range(1, 8))
     assert world.server.consumers["parti-w0-2"].filters == ["dc.b"]
     assert world.server.consumers["parti-w0-2"].config["metadata"]["parti.shard"] == "w0/2"
-    assert "metadata" not in world.server.consumers["parti-w0"].config
+    assert world.server.consumers["parti-w0"].config["metadata"] == {"parti.prefix": "parti"}
 
 
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])

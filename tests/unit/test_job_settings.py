@@ -10,6 +10,7 @@ import pytest
 
 from parti.cli.main import main
 from parti.core.job_profiles import machine_size, tuned
+from parti.core.priority import Policy, PriorityGroup, PullOptions
 from parti.errors import ConfigError, HandlerMissing, SubjectMismatch
 from parti.jobs import Job, JobApp, JobSettings, load_jobs
 from parti.jobs.settings import jobs_reference
@@ -49,6 +50,40 @@ def test_the_batch_follows_the_cores(cores: int, size: str, batch: int, monkeypa
     assert load_jobs({"profile": "large"}).fetch_batch_size == 10
     assert load_jobs({"fetch_batch_size": 3}).fetch_batch_size == 3
     assert load_jobs({"max_capacity": 1}).fetch_batch_size == 1
+
+
+def test_without_a_policy_pulls_say_nothing_of_priorities() -> None:
+    jobs = load_jobs()
+    assert (jobs.group, jobs.pull_options) == (None, PullOptions())
+
+
+def test_a_region_has_its_place_in_the_group() -> None:
+    remote = load_jobs({"priority_policy": "overflow", "min_pending": 1000, "min_ack_pending": 5})
+    assert remote.group == PriorityGroup("jobs", Policy.OVERFLOW)
+    assert remote.pull_options == PullOptions("jobs", 1000, 5)
+    second = load_jobs({"priority_policy": "prioritized", "priority_group": "eu", "priority": 1})
+    assert second.group == PriorityGroup("eu", Policy.PRIORITIZED)
+    assert second.pull_options == PullOptions("eu", priority=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"min_pending": 5}, "min_pending=5 says something only with priority_policy=overflow"),
+        ({"priority": 1, "priority_policy": "overflow"}, "only with priority_policy=prioritized"),
+        ({"min_ack_pending": 1, "priority_policy": "prioritized"}, "but it is priority_policy=prioritized"),
+        ({"priority_policy": "pinned_client"}, "priority_policy must be 'none', 'overflow' or 'prioritized'"),
+        ({"priority_policy": "overflow", "priority_group": "a b"}, "priority_group=a b: priority group 'a b' has no"),
+        ({"priority_policy": "prioritized", "priority": 10}, "priority must be less than or equal to 9"),
+        ({"priority_policy": "overflow", "min_pending": -1}, "min_pending must be greater than or equal to 0"),
+        (
+            {"priority_policy": "overflow", "min_ack_pending": 14},
+            "min_ack_pending=14 must be below max_capacity=14 x workers=1 = 14",
+        ),
+    ],
+)
+def test_what_contradicts_the_policy_is_refused(values: dict[str, Any], said: str) -> None:
+    assert said in refused(**values)
 
 
 def test_length_and_traffic_choose_the_times() -> None:
@@ -142,7 +177,7 @@ other = 3
             ["run", "media_app:jobs"],
             "ack_wait_minutes=5 (300 s) must be at least 10 x heartbeat_interval_s=60",
         ),
-        (["run", "media_app:other"], "has a int, not a parti.jobs.JobApp, named 'other'"),
+        (["run", "media_app:other"], "has an int, not a parti.jobs.JobApp, named 'other'"),
         (["run", "media_app:none"], "has nothing named 'none'; expected none = parti.jobs.JobApp(...)"),
         (["ls", "--state", "asleep"], "--state 'asleep': expected one of waiting, running, done, failed, cancelled"),
         (["top"], "draws on a terminal, and this is none"),

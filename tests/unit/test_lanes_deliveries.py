@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.lanes_bench import Bench, behind_gates, gates, nothing
 
-from parti.worker import lanes as lanes_module
+from parti.worker import roster as roster_module
 
 # ── deliveries, positions and floor ─────────────────────────────────────────────────────────────────────────────────
 
@@ -19,7 +19,7 @@ async def test_messages_of_a_partition_are_handled_in_order_and_acknowledged(ben
     assert bench.started("a") == [1, 3]
     assert bench.started("b") == [2, 4]
     assert bench.positions() == {"a": 4, "b": 5}
-    assert (bench.lanes.held, bench.lanes.finished, bench.lanes.floor) == (0, 4, 5)
+    assert (bench.lanes.held, bench.lanes.finished, bench.lanes.floors.floor) == (0, 4, 5)
 
 
 async def test_the_floor_is_the_lowest_message_that_is_not_finished(bench: Bench) -> None:
@@ -30,12 +30,12 @@ async def test_the_floor_is_the_lowest_message_that_is_not_finished(bench: Bench
     bench.send("b", 2)
     bench.send("a", 3, 4)
     await bench.acked(1, 3, 4)
-    assert bench.lanes.floor == 2
+    assert bench.lanes.floors.floor == 2
     assert bench.positions()["a"] == 5
     assert bench.positions()["b"] <= 2
     doors[2].set()
     await bench.acked(2)
-    assert bench.lanes.floor == 5
+    assert bench.lanes.floors.floor == 5
 
 
 async def test_a_delivery_below_the_position_is_acknowledged_and_skipped(bench: Bench) -> None:
@@ -102,7 +102,7 @@ async def test_keep_alive_speaks_of_what_has_waited_or_run_long_enough(bench: Be
 
 
 async def test_very_many_idle_lanes_are_forgotten_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "_EVICT_ABOVE", 3)
+    monkeypatch.setattr(roster_module, "_EVICT_ABOVE", 3)
     bench = Bench(each_subject=True)
     doors = gates(4)
     bench.own("*")
@@ -110,12 +110,12 @@ async def test_very_many_idle_lanes_are_forgotten_and_the_others_stay(monkeypatc
     for seq, partition_id in enumerate("abc", start=1):
         bench.send(partition_id, seq)
     await bench.acked(1, 2, 3)
-    bench.lanes.evict()
-    assert bench.lanes.count == 3
+    bench.lanes.roster.evict()
+    assert len(bench.lanes.roster.lanes) == 3
     bench.send("d", 4)
     bench.send("e", 5)
     await bench.acked(5)
-    bench.lanes.evict()
+    bench.lanes.roster.evict()
     assert sorted(bench.positions()) == ["d", "e"]
     doors[4].set()
     bench.send("a", 6)
@@ -125,15 +125,15 @@ async def test_very_many_idle_lanes_are_forgotten_and_the_others_stay(monkeypatc
 
 
 async def test_a_redelivery_to_a_lane_that_was_forgotten_is_still_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "_EVICT_ABOVE", 0)
+    monkeypatch.setattr(roster_module, "_EVICT_ABOVE", 0)
     bench = Bench(each_subject=True)
     bench.own("*")
     bench.run_async(nothing)
     bench.send("a", 1)
     bench.send("b", 2)
     await bench.acked(1, 2)
-    bench.lanes.evict()
-    assert bench.lanes.count == 0
+    bench.lanes.roster.evict()
+    assert len(bench.lanes.roster.lanes) == 0
     bench.send("a", 1, deliveries=2)
     bench.send("b", 3)
     await bench.acked(3)

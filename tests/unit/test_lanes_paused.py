@@ -44,7 +44,7 @@ class Paused:
         """Ask for a pause of the partition "a", which lasts for a moment only; the task ends with its position."""
 
         async def pause() -> int | None:
-            async with self.bench.lanes.paused("a") as position:
+            async with self.bench.lanes.pauses.paused("a") as position:
                 return position
 
         task = asyncio.create_task(pause())
@@ -67,7 +67,7 @@ async def test_an_idle_partition_is_paused_at_once_and_takes_what_arrived_meanwh
     bench.own("a", "b")
     bench.send("a", 1)
     await bench.acked(1)
-    async with bench.lanes.paused("a") as position:
+    async with bench.lanes.pauses.paused("a") as position:
         assert position == 2
         bench.send("a", 2, 3)
         bench.send("b", 4)
@@ -84,7 +84,7 @@ async def test_a_running_handler_ends_first_and_its_message_counts(paused: Pause
     await paused.started(1)
 
     async def pause() -> int | None:
-        async with bench.lanes.paused("a") as position:
+        async with bench.lanes.pauses.paused("a") as position:
             assert bench.started() == [1]
             return position
 
@@ -104,7 +104,7 @@ async def test_a_ready_partition_that_is_paused_does_not_start_twice(paused: Pau
     await paused.started(1)
     bench.lanes.deliver(b"dc.a", b"$JS.ACK.DC.c.1.2.2.1700000000000000000.0", None, b"x", 2)
     assert bench.lane("a").phase is Phase.READY
-    async with bench.lanes.paused("a") as position:
+    async with bench.lanes.pauses.paused("a") as position:
         assert position == 0
     gate.set()
     await bench.acked(1, 2)
@@ -113,7 +113,7 @@ async def test_a_ready_partition_that_is_paused_does_not_start_twice(paused: Pau
 
 async def test_a_partition_without_a_lane_cannot_be_paused(paused: Paused) -> None:
     paused.bench.own("a")
-    async with paused.bench.lanes.paused("a") as position:
+    async with paused.bench.lanes.pauses.paused("a") as position:
         assert position is None
 
 
@@ -134,13 +134,13 @@ async def test_a_partition_that_is_released_while_it_is_paused_starts_nothing_mo
     bench.own("a", "b")
     bench.send("a", 1)
     await bench.acked(1)
-    async with bench.lanes.paused("a"):
+    async with bench.lanes.pauses.paused("a"):
         bench.send("a", 2)
         bench.own("b")
     bench.send("b", 3)
     await bench.acked(3)
     assert bench.started("a") == [1]
-    assert bench.lanes.known_position("a") == 2
+    assert bench.lanes.roster.known_position("a") == 2
 
 
 async def test_what_fails_in_the_body_does_not_leave_the_partition_paused(paused: Paused) -> None:
@@ -150,7 +150,7 @@ async def test_what_fails_in_the_body_does_not_leave_the_partition_paused(paused
     await bench.acked(1)
 
     async def fail() -> None:
-        async with bench.lanes.paused("a"):
+        async with bench.lanes.pauses.paused("a"):
             bench.send("a", 2)
             raise ZeroDivisionError
 
@@ -166,7 +166,7 @@ async def test_giving_up_the_wait_for_a_handler_does_not_leave_the_partition_pau
     await paused.started(1)
 
     async def pause() -> None:
-        async with bench.lanes.paused("a"):
+        async with bench.lanes.pauses.paused("a"):
             pytest.fail("the handler has not ended")
 
     pausing = asyncio.create_task(pause())
@@ -184,7 +184,7 @@ async def test_a_partition_between_two_attempts_stands_at_the_failed_message() -
     bench.own("a")
     bench.send("a", 1, 2)
     await bench.until(lambda: bench.ends)
-    async with bench.lanes.paused("a") as position:
+    async with bench.lanes.pauses.paused("a") as position:
         assert position == 0
         assert len(bench.starts) == 1
     await bench.acked(1, 2)
@@ -206,7 +206,7 @@ async def test_threads_take_no_more_than_they_have_begun() -> None:
     await bench.until(lambda: bench.starts)
 
     async def pause() -> int:
-        async with bench.lanes.paused("a") as position:
+        async with bench.lanes.pauses.paused("a") as position:
             begun = len(bench.starts)
             assert position == begun + 1, "the position is past everything that a thread has taken"
             bench.send("a", 41)
@@ -245,7 +245,7 @@ async def test_a_fed_partition_that_ran_empty_while_it_was_to_be_paused_is_fed_a
     bench, gate = paused.bench, paused.gate(2)
     Feeder(bench, [1, 2], [3, 4])
     bench.own("a")
-    bench.lanes.gain(PARTITION, 1, feed_to=4)
+    bench.lanes.roster.gain(PARTITION, 1, feed_to=4)
     await paused.started(2)
     pausing = await paused.pausing()
     gate.set()
@@ -260,10 +260,10 @@ async def test_a_fed_partition_that_needs_care_is_fed_again_too(paused: Paused) 
         return True
 
     caution = Caution(bench.lanes, store, limit=2)
-    bench.lanes.careful = {"a": 4}
+    bench.lanes.roster.careful = {"a": 4}
     Feeder(bench, [1, 2], [3, 4])
     bench.own("a")
-    bench.lanes.gain(PARTITION, 1, feed_to=4)
+    bench.lanes.roster.gain(PARTITION, 1, feed_to=4)
     await paused.started(2)
     pausing = await paused.pausing()
     gate.set()

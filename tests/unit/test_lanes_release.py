@@ -17,14 +17,14 @@ async def test_a_released_partition_finishes_what_runs_and_drops_what_waits(benc
     bench.send("a", 1, 2, 3)
     await bench.until(lambda: bench.started() == [1])
     bench.own("b")
-    assert bench.lanes.behind()["a"] <= 1
+    assert bench.lanes.roster.behind()["a"] <= 1
     doors[1].set()
     await bench.acked(1)
     bench.send("b", 4)
     await bench.acked(4)
     assert bench.started() == [1, 4]
-    assert bench.lanes.behind()["a"] == 2
-    assert (bench.lanes.held, bench.lanes.floor) == (0, 5)
+    assert bench.lanes.roster.behind()["a"] == 2
+    assert (bench.lanes.held, bench.lanes.floors.floor) == (0, 5)
 
 
 async def test_a_handler_that_fails_after_the_release_leaves_its_message_to_the_next_owner(bench: Bench) -> None:
@@ -43,7 +43,7 @@ async def test_a_handler_that_fails_after_the_release_leaves_its_message_to_the_
     await bench.until(lambda: bench.ends == [1])
     await bench.until(lambda: bench.lanes.held == 0)
     assert bench.acks.acked == []
-    assert bench.lanes.behind()["a"] <= 1
+    assert bench.lanes.roster.behind()["a"] <= 1
 
 
 async def test_a_released_partition_in_backoff_is_not_started_again(bench: Bench) -> None:
@@ -79,7 +79,7 @@ async def test_a_dead_letter_on_its_way_counts_after_the_release(bench: Bench) -
     bench.own()
     bench.letters.open.set()
     await bench.acked(1)
-    assert bench.lanes.behind()["a"] == 2
+    assert bench.lanes.roster.behind()["a"] == 2
     assert bench.lanes.held == 0
 
 
@@ -123,13 +123,13 @@ async def test_a_gained_partition_has_not_caught_up_before_its_messages_came(ben
     bench.send("a", 1, 9)
     await bench.acked(1, 9)
     bench.own("a", "b")
-    bench.lanes.gain(TEMPLATE.partition("b"), 4)
-    bench.lanes.catch_up()
-    assert bench.lanes.behind() == {"b": 4}
-    assert bench.lanes.resume_at == 4
+    bench.lanes.roster.gain(TEMPLATE.partition("b"), 4)
+    bench.lanes.floors.catch_up()
+    assert bench.lanes.roster.behind() == {"b": 4}
+    assert bench.lanes.floors.resume_at == 4
     bench.send("b", 4)
     bench.send("a", 9)
     await bench.acked(4)
-    bench.lanes.catch_up()
-    assert bench.lanes.behind() == {}
-    assert bench.lanes.resume_at == 10
+    bench.lanes.floors.catch_up()
+    assert bench.lanes.roster.behind() == {}
+    assert bench.lanes.floors.resume_at == 10

@@ -40,7 +40,7 @@ async def test_the_backoff_is_kept_and_the_lane_holds_its_message_meanwhile() ->
     bench.send("a", 1)
     await asyncio.sleep(0)
     assert bench.started() == [1]
-    assert (bench.lanes.held, bench.lanes.floor) == (2, 1)
+    assert (bench.lanes.held, bench.lanes.floors.floor) == (2, 1)
     bench.lanes.keep_alive(-1.0)
     assert sorted(bench.acks.alive) == [1, 2]
     await bench.close()
@@ -58,7 +58,7 @@ async def test_after_the_last_attempt_the_message_is_dead_lettered_and_the_lane_
     bench.send("a", 1, 2)
     await bench.until(lambda: bench.letters.asked)
     assert bench.acks.acked == []
-    assert bench.lanes.floor == 1
+    assert bench.lanes.floors.floor == 1
     assert bench.started() == [1, 1, 1]
     bench.letters.open.set()
     await bench.acked(1, 2)

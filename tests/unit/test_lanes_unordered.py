@@ -17,10 +17,10 @@ async def test_unordered_messages_of_one_partition_do_not_wait_for_each_other(un
     unordered.run_async(behind_gates(doors))
     unordered.send("a", 1, 2, 3)
     await unordered.acked(2, 3)
-    assert unordered.lanes.floor == 1
+    assert unordered.lanes.floors.floor == 1
     doors[1].set()
     await unordered.acked(1)
-    assert (unordered.lanes.floor, unordered.lanes.held) == (4, 0)
+    assert (unordered.lanes.floors.floor, unordered.lanes.held) == (4, 0)
 
 
 async def test_an_unordered_failure_goes_back_to_the_server_which_counts_the_attempts(unordered: Bench) -> None:
@@ -34,13 +34,13 @@ async def test_an_unordered_failure_goes_back_to_the_server_which_counts_the_att
     await unordered.until(lambda: unordered.acks.given_back)
     await unordered.acked(2)
     assert unordered.acks.given_back == [(1, 0.002)]
-    assert (unordered.lanes.held, unordered.lanes.floor) == (0, 1)
+    assert (unordered.lanes.held, unordered.lanes.floors.floor) == (0, 1)
     unordered.send("a", 1, deliveries=2)
     await unordered.until(lambda: len(unordered.acks.given_back) == 2)
     unordered.send("a", 1, deliveries=3)
     await unordered.acked(1)
     assert [(seq, attempt) for seq, _, attempt in unordered.letters.sent] == [(1, 3)]
-    assert (unordered.lanes.held, unordered.lanes.floor) == (0, 3)
+    assert (unordered.lanes.held, unordered.lanes.floors.floor) == (0, 3)
 
 
 async def test_an_unordered_duplicate_or_finished_delivery_is_not_handled_again(unordered: Bench) -> None:
@@ -63,9 +63,9 @@ async def test_an_unordered_redelivery_below_the_floor_is_skipped_and_the_floor_
     unordered.run_async(nothing)
     unordered.send("a", 1, 2)
     await unordered.acked(1, 2)
-    assert unordered.lanes.floor == 3
+    assert unordered.lanes.floors.floor == 3
     unordered.send("a", 1, deliveries=2)
-    assert unordered.lanes.floor == 3
+    assert unordered.lanes.floors.floor == 3
     unordered.send("a", 3)
     await unordered.acked(3)
     assert unordered.started() == [1, 2, 3]
@@ -85,8 +85,8 @@ async def test_an_unordered_release_keeps_the_position_below_everything_unfinish
     doors[2].set()
     await unordered.acked(2)
     assert unordered.started() == [2]
-    assert unordered.lanes.behind()["a"] <= 1
-    assert (unordered.lanes.held, unordered.lanes.floor) == (0, 3)
+    assert unordered.lanes.roster.behind()["a"] <= 1
+    assert (unordered.lanes.held, unordered.lanes.floors.floor) == (0, 3)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -114,8 +114,8 @@ async def test_an_unordered_failure_of_a_released_partition_does_not_hold_the_fl
         await unordered.until(lambda: unordered.ends == [1])
     unordered.send("b", 2)
     await unordered.acked(2)
-    assert (unordered.lanes.held, unordered.lanes.floor) == (0, 3)
-    assert unordered.lanes.behind()["a"] <= 1
+    assert (unordered.lanes.held, unordered.lanes.floors.floor) == (0, 3)
+    assert unordered.lanes.roster.behind()["a"] <= 1
 
 
 async def test_unordered_threads_report_each_overdue_message_once(unordered: Bench) -> None:

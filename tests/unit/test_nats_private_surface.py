@@ -30,6 +30,7 @@ ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
     "_err": (Exception, type(None)),
     "_flush_queue": (asyncio.Queue, type(None)),
     "_flusher_task": (asyncio.Task, type(None)),
+    "_inbox_prefix": bytearray,
     "_pending": list,
     "_pending_data_size": int,
     "_ping_interval_task": (asyncio.Task, type(None)),

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parti.config import load_settings, load_table
+from parti.config import load_settings
+from parti.config.loading import load_table
 from parti.errors import ConfigError
 from parti.spark.commits import Commit
 from parti.spark.lake import LocalFiles

@@ -8,7 +8,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parti.spark.plots import COLOURS, STYLE, Span, areas, bars_with_share, colour, legend, lines, timeline
+from parti.spark.plots import (
+    COLOURS,
+    STYLE,
+    Moments,
+    Span,
+    areas,
+    bars_with_share,
+    colour,
+    legend,
+    lines,
+    timeline,
+)
 
 
 def parse(plot: str) -> ElementTree.Element:
@@ -58,6 +69,22 @@ def test_a_timeline_names_partitions_and_owners() -> None:
     root = parse(timeline([("etch<1>.c1", [Span(0, 5, 0, "w-1"), Span(5, 9, 1, "w-2")]), ("etch1.c2", [])]))
     assert "etch<1>.c1" in texts(root)
     assert [rect[0].text for rect in root.iter("rect")] == ["w-1", "w-2"]
+
+
+def test_names_of_moments_do_not_lie_on_each_other_and_those_outside_are_left_out() -> None:
+    when = Moments(marks=[(1.0, "first of them"), (1.1, "second of them"), (9.9, "at the end"), (11.0, "too late")])
+    root = parse(timeline([("p", [Span(0, 10, 0, "w")])], when=when))
+    names = [element for element in root.iter("text") if element.get("class") == "mark-name"]
+    assert [element.text for element in names] == ["first of them", "second of them", "at the end"]
+    first, second, last = names
+    assert first.get("y") != second.get("y")
+    assert float(last.get("x") or 0) + len(last.text or "") * 6 < 720, "it ends within the plot"
+    assert len([line for line in root.iter("line") if line.get("class") == "mark"]) == 3
+
+
+def test_an_axis_of_seconds_counts_from_its_beginning() -> None:
+    root = parse(areas({"w": [(1000.0, 1.0), (1040.0, 2.0)]}, when=Moments(since=1000.0, span=(1000.0, 1040.0))))
+    assert [text for text in texts(root) if text.endswith(" s")] == [f"{n} s" for n in range(0, 41, 5)]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ SPELLED = [
     (409, "Exceeded MaxRequestMaxBytes of 1", PullStep.REFUSED),
     (409, "Something New", PullStep.PULL_AGAIN),
     (412, "Precondition Failed", PullStep.REFUSED),
-    (423, "Nats-Pin-Id mismatch", PullStep.NEW_SESSION),
+    (423, "Nats-Pin-Id mismatch", PullStep.UNPINNED),
+    (423, "Nats-Wrong-Pin-Id", PullStep.UNPINNED),
     (503, "", PullStep.NEW_SESSION),
     (503, "No Responders", PullStep.NEW_SESSION),
 ]

@@ -175,7 +175,7 @@ async def test_drain_gives_up_after_its_time_and_stop_cancels(bench: Bench) -> N
     await runners.stop()
     assert bench.ends == [1]
     assert bench.acks.acked == []
-    assert bench.lanes.floor == 1
+    assert bench.lanes.floors.floor == 1
     assert bench.letters.sent == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.core.lane import Verdict
 from parti.core.scatter import Scatter
@@ -68,7 +69,7 @@ def test_a_redelivery_that_crossed_its_own_outcome_cannot_be_owed_and_done_at_on
     assert scatter.offer(5) is Verdict.ACCEPTED
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(st.lists(st.tuples(st.sampled_from(["offer", "finish", "give_back", "forget", "floor"]), st.integers(1, 8))))
 def test_the_floor_agrees_with_a_plain_model(steps: list[tuple[str, int]]) -> None:
     scatter, state, seen = Scatter(), dict[int, str](), 0

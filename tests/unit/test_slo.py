@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.core.slo import (
     LATENCY,
@@ -78,7 +79,7 @@ def test_counts_that_cannot_be_are_refused(counts: tuple[int, int]) -> None:
         evaluate(LATENCY, 10, 1, recent=counts)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples_of(200))
 @given(st.floats(min_value=1e-6, max_value=1e6))
 def test_a_bucket_bounds_its_latencies_within_2_2_percent(latency_s: float) -> None:
     bound = upper_bound_s(bucket_of(latency_s))
@@ -91,7 +92,7 @@ def test_what_takes_no_time_is_in_the_first_bucket() -> None:
     assert upper_bound_s(0) == pytest.approx(1e-6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(
     st.lists(st.floats(min_value=1e-5, max_value=100), min_size=1, max_size=200), st.sampled_from([0.5, 0.95, 0.99])
 )

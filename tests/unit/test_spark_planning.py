@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.model.subjects import covers
 from parti.spark.planning import bounds, count, earlier, lost, ranges_of, split, thins_by_design
@@ -20,7 +21,7 @@ SEQS = st.integers(1, 10**12)
 # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(SEQS, st.integers(-5, 10_000), st.integers(1, 40), st.integers(1, 500))
 def test_split_gives_every_sequence_once_in_order(start: int, size: int, parts: int, most: int) -> None:
     pieces = split(start, start + size, parts=parts, most=most)
@@ -44,7 +45,7 @@ def test_split_makes_no_more_pieces_than_asked_for() -> None:
     assert split(1, 3, parts=8, most=500) == [(1, 2), (2, 3)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(st.sets(st.integers(1, 200)))
 def test_ranges_hold_exactly_the_sequences(seqs: set[int]) -> None:
     found = ranges_of(sorted(seqs))
@@ -111,7 +112,7 @@ COMPARISONS: dict[str, Any] = {
 }
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(st.lists(st.tuples(st.sampled_from(sorted(COMPARISONS)), st.integers(-5, 60)), max_size=5))
 def test_filters_on_sequences_are_answered_exactly(filters: list[tuple[str, int]]) -> None:
     narrowing = Narrowing()
@@ -123,7 +124,7 @@ def test_filters_on_sequences_are_answered_exactly(filters: list[tuple[str, int]
     assert list(range(narrowing.first, last + 1)) == wanted
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(st.lists(st.tuples(st.sampled_from(sorted(COMPARISONS)), st.integers(-5, 60)), max_size=5))
 def test_filters_on_times_keep_everything_that_fits(filters: list[tuple[str, int]]) -> None:
     base = datetime(2026, 11, 16, tzinfo=UTC)
@@ -141,7 +142,7 @@ def test_filters_on_times_keep_everything_that_fits(filters: list[tuple[str, int
 TOKENS = st.lists(st.sampled_from(["a", "b", "ab"]), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples_of(100))
 @given(TOKENS.map(".".join), st.text("ab.", max_size=6))
 def test_filters_on_beginnings_of_subjects_keep_everything_that_fits(subject: str, beginning: str) -> None:
     narrowing, exact = Narrowing().take("StringStartsWith", ("subject",), beginning)

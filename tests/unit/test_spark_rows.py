@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.trials import examples_of
 
 from parti.errors import SubjectMismatch
 from parti.jetstream.ranges import Chunk, sequence_of
@@ -53,7 +54,7 @@ def test_acknowledgement_subjects_of_every_form(form: int) -> None:
     assert parse_reply(chunk.replies[0]).timestamp_ns == NS
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples_of(50))
 @given(
     st.sampled_from(sorted(FORMS)),
     st.text(st.characters(blacklist_characters=". *>/\\", blacklist_categories=("Z", "C")), min_size=1, max_size=12),
@@ -139,7 +140,7 @@ def test_headers_parsed() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples_of(50))
 @given(st.binary(max_size=200))
 def test_no_block_is_too_broken_to_be_read(junk: bytes) -> None:
     every, first = parse_all_headers(junk), parse_headers(junk)
@@ -172,7 +173,7 @@ def test_keys_of_a_template() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples_of(50))
 @given(
     st.lists(st.lists(st.sampled_from(["a", "b", "{", "x y", "*"]), min_size=1, max_size=4), min_size=1, max_size=9)
 )

@@ -13,6 +13,7 @@ from parti.coordination.takeover import Estate, Estates
 from parti.core.progress import Progress
 from parti.jetstream.api import StreamInfo
 from parti.model.fleet import Claim, FleetRecord
+from parti.model.migration import OLD_CONSUMERS
 from parti.model.partition import Template
 
 TEMPLATE = Template("dc.{p}")
@@ -162,3 +163,25 @@ def test_a_message_may_kill_below_the_position_where_a_state_is_brought_up_to_da
     assert first == Estate(80, CREATED, LAST, suspect=50, deaths=1)
     found = claim(position=80, careful_to=LAST, suspect=50, deaths=1)
     assert after(found, w1=record(floor=45, ahead={}, behind={"p": 50}, trying={"p": 50})).deaths == 2
+
+
+# ── after an old consumer ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("found", "position"),
+    [
+        (None, 70),  # never claimed
+        (claim(owner="", state="free", position=40), 70),  # the fleet had it before, and it went back in between
+        (claim(owner="", state="free", position=80), 80),
+        (claim(owner="w1"), 60),  # whoever owns it knows best
+    ],
+)
+def test_the_fleet_goes_on_where_an_old_consumer_stopped(found: Claim | None, position: int) -> None:
+    old = Progress(stream="DC", stream_created=CREATED, behind={"p": 70})
+    assert estates(found, {OLD_CONSUMERS: old, "w1": record()}).position("p") == position
+
+
+def test_where_the_fleet_began_does_not_count_for_what_an_old_consumer_had() -> None:
+    old = Progress(stream="DC", stream_created=CREATED, behind={"p": 20})
+    assert estates(None, {OLD_CONSUMERS: old}, first=90).position("p") == 20

@@ -20,8 +20,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from parti.errors import ConfigError
-from parti.telemetry import Health, Metrics, MetricsServer, configure_logging, metrics_reference
+from parti.telemetry import Health, Metrics, MetricsServer, configure_logging
 from parti.telemetry.metrics import PULL_STATUS
+from parti.telemetry.reference import metrics_reference
 from parti.version import __version__
 
 SECRET = "hunter2-very-secret"
@@ -36,12 +37,15 @@ PROMISED = [
     "parti_connection_state gauge worker state",
     "parti_consumer_duplicate_subjects_total counter worker",
     "parti_consumer_inflight gauge worker",
+    "parti_consumer_inflight_limit gauge worker",
+    "parti_consumer_lag gauge worker",
     "parti_consumer_messages_total counter worker",
     "parti_consumer_recreated_total counter worker",
     "parti_consumer_redeliveries_total counter worker",
     "parti_consumer_resets_total counter worker reason",
     "parti_consumer_skipped_total counter worker",
     "parti_consumer_subject_count gauge worker",
+    "parti_consumer_subject_limit gauge worker",
     "parti_consumer_update_changes_total counter worker change",
     "parti_consumer_update_duration_seconds histogram worker",
     "parti_consumer_update_failures_total counter worker",
@@ -57,6 +61,7 @@ PROMISED = [
     "parti_handler_failures_total counter worker outcome",
     "parti_handler_latency_seconds histogram worker",
     "parti_handler_running gauge worker",
+    "parti_history_lost_total counter worker",
     "parti_hook_failures_total counter worker",
     "parti_jobs_duration_seconds histogram worker",
     "parti_jobs_ended_total counter worker outcome",
@@ -81,9 +86,14 @@ PROMISED = [
     "parti_ledger_rows_total counter worker",
     "parti_mirror_bytes gauge worker",
     "parti_mirror_inside gauge worker",
+    "parti_mirror_limit_bytes gauge worker",
     "parti_mirror_moves_total counter worker move",
     "parti_move_seconds histogram worker",
     "parti_partition_messages_total counter worker partition",
+    "parti_pin_switches_total counter worker",
+    "parti_pinned gauge worker",
+    "parti_pins_lost_total counter worker",
+    "parti_pins_taken_total counter worker",
     "parti_progress_failures_total counter worker",
     "parti_progress_writes_total counter worker",
     "parti_pull_batch_size gauge worker",
@@ -93,6 +103,8 @@ PROMISED = [
     "parti_pull_requests_total counter worker",
     "parti_pull_status_total counter worker status",
     "parti_reconnects_total counter worker",
+    "parti_standby gauge worker",
+    "parti_started_timestamp_seconds gauge worker",
     "parti_state_bytes_total counter worker",
     "parti_state_failures_total counter worker",
     "parti_state_seconds histogram worker",

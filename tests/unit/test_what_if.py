@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.scenarios.fleet_model import FleetModel
+from tests.trials import examples_of
 
 from parti.core.fleet_view import FleetState, MemberView, Policy
 from parti.core.what_if import Change, Fleet, Outlook, foresee
@@ -258,7 +259,7 @@ def settle(model: FleetModel) -> None:
     pytest.fail("the model does not come to rest")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples_of(150), deadline=None)
 @given(
     strategy=st.sampled_from(STRATEGY_NAMES),
     partitions=st.integers(0, 60),

@@ -32,7 +32,11 @@ def note(word, job):
     note("done", job)
 """
 
-WORK = "async with job.slots(job.json.get('cost', 1)): await asyncio.sleep(job.json.get('seconds', 0))"
+WORK = """
+    async with job.slots(job.json.get('cost', 1)):
+        note("work", job)
+        await asyncio.sleep(job.json.get('seconds', 0))
+""".strip()
 
 
 def write_app(directory: Path, jobs: JobKit, *, body: str = WORK, plain: bool = False, **settings: Any) -> str:

@@ -38,8 +38,7 @@ async def test_sigterm_finishes_what_runs_gives_back_what_waits_and_exits_with_0
     await jobs.create_stream()
     running, waiting = await jobs.publish({"cost": 14, "seconds": 1}, {"cost": 1})
     with JobProcess(tmp_path, target, jobs.kit.url) as first:
-        await eventually(lambda: first.seqs("start") == [running, waiting])
-        await asyncio.sleep(0.1)
+        await eventually(lambda: (first.seqs("start"), first.seqs("work")) == ([running, waiting], [running]))
         assert await asyncio.to_thread(first.terminate) == 0
         assert first.seqs("done") == [running]
     with JobProcess(tmp_path, target, jobs.kit.url) as second:
@@ -93,8 +92,9 @@ async def test_a_job_that_kills_its_process_ends_as_a_dead_letter_and_its_neighb
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.slow)])
 async def test_short_jobs_under_several_kills_are_all_completed_and_only_running_ones_repeated(
-    jobs: JobKit, tmp_path: Path
+    jobs: JobKit, tmp_path: Path, kills: int
 ) -> None:
     """The small version of benchmarks/jobs_kills.py."""
     chance = random.Random(7)
@@ -105,7 +105,7 @@ async def test_short_jobs_under_several_kills_are_all_completed_and_only_running
     cut: set[int] = set()
     workers = [JobProcess(tmp_path, target, jobs.kit.url) for _ in range(2)]
     try:
-        for number in range(4):
+        for number in range(kills):
             goal = 25 * (number + 1)
             await eventually(lambda goal=goal: len(workers[0].seqs("done")) >= goal, 30)  # type: ignore[misc]
             victim = workers.pop(0)

@@ -1,0 +1,300 @@
+"""Each role can do what it is for, and nothing that others are for: every cell of the tables, tried on a server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from tests.integration.conftest import Record, eventually
+from tests.integration.security.conftest import ORDERS, Type
+from tests.integration.security.guarded import make_stream, open_as
+from tests.integration.security.migrating import WHAT, make_old_consumers, write_app
+
+import parti
+from parti.core.fleet_view import FleetState
+from parti.core.permissions import password_variable, permissions_of
+from parti.core.role_calls import ROLES, Role
+from parti.core.role_matrix import COMMANDS, EXAMPLE, Action, actions, may
+from parti.embedded import Server
+from parti.errors import PartiError, PermissionDenied
+from parti.jetstream.api import JetStreamApi
+from parti.jetstream.blocking import BlockingClient
+from parti.jetstream.chunks import Wanted
+from parti.jetstream.connection import Connection
+from parti.jetstream.ranges import RangeReader
+from parti.jetstream.target import Target
+from parti.model.fleet import encode
+from parti.model.migration import MigrationRecord
+
+PARTITIONS = [f"p{number}" for number in range(4)]
+NEVER = {"Nats-Expected-Last-Sequence": str(2**53 - 1)}
+
+
+def violations(server: Server, users: Sequence[str], since: int = 0) -> list[str]:
+    """What the server refused these users, by its own log."""
+    lines = server.log_path.read_text()[since:].splitlines()
+    return [line for line in lines if "Violation" in line and any(f"user:{user}" in line for user in users)]
+
+
+async def send(api: JetStreamApi, count: int, *, data: bytes = b"x") -> None:
+    await asyncio.gather(*(api.publish(f"orders.in.p{n % len(PARTITIONS)}", data) for n in range(count)))
+
+
+class Strict(Record):
+    """Rejects what it is told to reject."""
+
+    async def handle(self, message: parti.Message) -> None:
+        self.note(message)
+        if message.data == b"bad":
+            raise parti.Reject("bad")
+
+
+# ── workers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("retention", ["limits", "interest", "workqueue"])
+async def test_a_worker_and_a_leader_share_partitions_and_move_them_under_their_roles(
+    retention: str, guarded: Server, root: JetStreamApi
+) -> None:
+    await root.call(f"STREAM.DELETE.{ORDERS.stream}")
+    await make_stream(root, ORDERS, retention=retention)
+    seen, logged = Strict(), len(guarded.log_path.read_text())
+    leading = ORDERS.app(guarded.url, "leader", seen.handle, PARTITIONS)
+    async with leading.running() as leader:
+        await leader.wait_assigned()
+        await send(root, 8)
+        await send(root, 4, data=b"bad")
+        await seen.reaches(12)
+        following = ORDERS.app(guarded.url, "worker", seen.handle, PARTITIONS, may_lead=False)
+        async with following.running() as worker:
+            await eventually(lambda: len(worker.partitions) == len(leader.partitions) == 2, 20)
+            assert leader.manager
+            assert leader.manager.leads
+            assert worker.manager
+            assert not worker.manager.leads
+            await send(root, 8)
+            await seen.reaches(20)
+        await eventually(lambda: len(leader.partitions) == 4, 20)
+        await send(root, 4)
+        await seen.reaches(24)
+        assert not leader.health.reasons
+    assert sorted(call.seq for call in seen.calls) == list(range(1, 25))
+    assert not violations(guarded, ["orders-leader", "orders-worker"], logged)
+
+
+async def test_a_worker_that_may_not_lead_waits_for_one_that_may(guarded: Server, root: JetStreamApi) -> None:
+    seen = Strict()
+    async with ORDERS.app(guarded.url, "leader", seen.handle, PARTITIONS).running() as leader:
+        await leader.wait_assigned()
+    app = ORDERS.app(guarded.url, "worker", seen.handle, PARTITIONS, may_lead=False, worker_id="follower")
+    worker = app.worker()
+    await worker.start()
+    try:
+        await send(root, 4)
+        await eventually(lambda: worker.state is FleetState.ELECTION, 20)
+        assert not seen.calls
+        async with ORDERS.app(guarded.url, "leader", seen.handle, PARTITIONS).running():
+            await seen.reaches(4)
+            await eventually(lambda: len(worker.partitions) == 2, 20)
+    finally:
+        await worker.stop()
+
+
+async def test_a_user_who_may_not_be_elected_works_all_the_same(
+    guarded: Server, root: JetStreamApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Strict()
+    async with (
+        ORDERS.app(guarded.url, "leader", seen.handle, PARTITIONS).running() as leader,
+        ORDERS.app(guarded.url, "worker", seen.handle, PARTITIONS).running() as worker,
+    ):
+        await eventually(lambda: len(worker.partitions) == 2, 20)
+        await leader.stop()
+        await eventually(lambda: "set may_lead=false" in caplog.text, 20)
+        assert worker.manager
+        assert not worker.manager.leads
+
+
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_every_cell_of_the_table_of_commands(guarded: Server, root: JetStreamApi, typed: Type) -> None:
+    """Those that are refused say in one line which permission is missing, at once, and leave all as it was."""
+    tried: dict[tuple[str, Role], bool] = {}
+    await _try_workers(guarded, tried)
+    seen = Strict()
+    leading = ORDERS.app(guarded.url, "leader", seen.handle, PARTITIONS)
+    following = ORDERS.app(guarded.url, "worker", seen.handle, PARTITIONS, may_lead=False)
+    async with leading.running() as leader:
+        await leader.wait_assigned()
+        async with following.running() as worker:
+            await eventually(lambda: len(worker.partitions) == len(leader.partitions) == 2, 20)
+            await send(root, 4, data=b"bad")
+            await seen.reaches(4)
+            await eventually(lambda: _letters(root, 4), 10)
+            await root.publish("$KV.orders.migration", encode(await _migration(root)))
+            for text in (text for text in COMMANDS if text.startswith("parti ") and "," not in text):
+                # Whoever may is last, so that there is something to refuse to the others.
+                for role in sorted(ROLES, key=lambda role: role in COMMANDS[text]):
+                    before = await _orders(root)
+                    code, out, err = await typed(role, *text.split()[1:])
+                    tried[text, role] = code == 0
+                    if code:
+                        assert (code, out) == (2, ""), (text, role, out, err)
+                        assert len(err.splitlines()) == 1, err
+                        assert "permission denied: this account may not" in err, (text, role, err)
+                        assert await _orders(root) == before
+    await make_old_consumers(root)
+    for role in sorted(ROLES, key=lambda role: role == "migrator"):
+        tried["parti migrate, planned and run, there and back", role] = await _migrates(role, typed)
+    for role in ROLES:
+        tried["reading a range for Spark", role] = await asyncio.to_thread(_reads_range, guarded, role)
+    wanted = {(text, role): role in roles for text, roles in COMMANDS.items() for role in ROLES}
+    assert tried == wanted, {cell: tried.get(cell) for cell in wanted if tried.get(cell) != wanted[cell]}
+
+
+async def _migration(api: JetStreamApi) -> MigrationRecord:
+    """The record of one that was rolled back."""
+    created = (await api.stream_info(ORDERS.stream)).created
+    about = {"template": "orders.in.{p}", "prefix": "orders", "consumers": "old-{partition}", "workers": 1}
+    return MigrationRecord(stream=ORDERS.stream, stream_created=created, retention="limits", **about)  # type: ignore[arg-type]
+
+
+async def _migrates(role: Role, typed: Type) -> bool:
+    write_app(Path.cwd())
+    code, _, err = await typed(role, "migrate", "run", *WHAT, "--phase", "shadow")
+    if code:
+        assert (code, len(err.splitlines()), "permission denied" in err) == (2, 1, True), err
+        return False
+    code, _, err = await typed(role, "migrate", "run", "--rollback")
+    assert code == 0, err
+    return True
+
+
+async def _letters(api: JetStreamApi, count: int) -> bool:
+    return (await api.stream_info("orders-dlq")).messages == count
+
+
+async def _orders(api: JetStreamApi) -> tuple[int, int]:
+    """How often orders were given, and how many dead letters there are."""
+    info = await api.call("STREAM.INFO.KV_orders", {"subjects_filter": "$KV.orders.orders"})
+    letters = await api.stream_info("orders-dlq")
+    found = await api.call("STREAM.MSG.GET.KV_orders", {"seq": 1, "next_by_subj": "$KV.orders.>"})
+    assert found
+    newest = 0
+    if info["state"].get("subjects"):
+        answer = await api.call("STREAM.MSG.GET.KV_orders", {"last_by_subj": "$KV.orders.orders"})
+        newest = answer["message"]["seq"]
+    return newest, letters.messages
+
+
+async def _try_workers(guarded: Server, tried: dict[tuple[str, Role], bool]) -> None:
+    """Start a worker as each role; the leader is the first that may, and founds the fleet."""
+    alone, beside = "parti worker, the first of its fleet", "parti worker, with may_lead=false beside a leader"
+    for role in ROLES:
+        tried[alone, role] = await _starts(guarded, role, may_lead=True)
+    for role in ROLES:
+        tried[beside, role] = await _starts(guarded, role, may_lead=False)
+
+
+async def _starts(guarded: Server, role: Role, *, may_lead: bool) -> bool:
+    app = ORDERS.app(guarded.url, role, Record().handle, PARTITIONS, may_lead=may_lead, cold_start_window_s=0.0)
+    worker = app.worker()
+    try:
+        await worker.start()
+        if may_lead:
+            await worker.wait_assigned()
+    except PermissionDenied:
+        return False
+    await worker.stop()
+    return True
+
+
+def _reads_range(guarded: Server, role: Role) -> bool:
+    settings = ORDERS.settings(guarded.url, role)
+    with pytest.MonkeyPatch.context() as patched:
+        assert settings.password
+        patched.setenv("PARTI_PASSWORD", settings.password.get_secret_value())
+        target = Target.of(settings)
+        try:
+            with BlockingClient.open(target, name="test") as client:
+                info = client.stream_info(ORDERS.stream)
+            last = int(info["state"]["last_seq"])
+            wanted = Wanted(stream=ORDERS.stream, created=info["created"], start=1, end=last + 1)
+            return sum(len(chunk) for chunk in RangeReader(target, wanted).chunks()) == last > 0
+        except PermissionDenied:
+            return False
+
+
+# ── single calls ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_every_cell_of_the_table_of_calls(role: Role, guarded: Server, root: JetStreamApi) -> None:
+    """What is allowed has no effect here (no JSON, or an expectation that fails); what is not is refused at once."""
+    await root.ensure_stream({"name": "orders-dlq", "subjects": ["orders-dlq.>"]})
+    user = permissions_of([role], EXAMPLE, user=ORDERS.user(role), inbox_prefix="_INBOX_x")
+    connection = await open_as(guarded.url, ORDERS, role)
+    try:
+        wanted = {each.what: may(user, each) for each in actions(EXAMPLE)}
+        found = {each.what: await _is_allowed(connection, each) for each in actions(EXAMPLE)}
+    finally:
+        await connection.close()
+    assert found == wanted
+    assert sorted(await root.stream_names()) == ["KEEPER", "ORDERS", "orders-dlq"]
+
+
+async def _is_allowed(connection: Connection, action: Action) -> bool:
+    if action.listens:
+        denied: list[PermissionDenied] = []
+        remove = connection.on_permission_denied(denied.append)
+        subscription = await connection.client.subscribe(action.subject)
+        await connection.flush()
+        remove()
+        await subscription.unsubscribe()
+        return not denied
+    try:
+        await connection.request(action.subject, b"{", headers=NEVER, timeout_s=0.3)
+    except PermissionDenied as error:
+        return error.subject != action.subject
+    except PartiError:
+        pass  # nobody answers, or nobody is there: it got through
+    return True
+
+
+async def test_an_answer_reaches_nobody_but_who_asked(guarded: Server, root: JetStreamApi) -> None:
+    """The inbox of a user is its own, and one user's prefix is no part of another's."""
+    listener = await open_as(guarded.url, ORDERS, "observer")
+    asker = await open_as(guarded.url, ORDERS, "operator")
+    try:
+        heard: list[str] = []
+
+        async def hear(message: object) -> None:
+            heard.append(str(message))
+
+        denied: list[PermissionDenied] = []
+        listener.on_permission_denied(denied.append)
+        await listener.client.subscribe("_INBOX_orders-operator.>", cb=hear)
+        await listener.flush()
+        assert [each.subject for each in denied] == ["_INBOX_orders-operator.>"]
+        assert (await JetStreamApi(asker).stream_info(ORDERS.stream)).name == ORDERS.stream
+        await listener.flush()
+        assert heard == []
+    finally:
+        await listener.close()
+        await asker.close()
+
+
+def test_the_server_takes_what_perms_prints_with_every_option() -> None:
+    options = ("--stateful", "--jobs", "WORK", "--jobs-subject", "work.>", "--retention", "interest", "--admin")
+    text = ORDERS.perms(*options, ledger="full", consumer_shards="3", worker_id="one")
+    assert len(re.findall(r"^        user: ", text, re.MULTILINE)) == len(ROLES)
+    # As printed, with the names of the roles as users: the server refuses to start with a line that it cannot read.
+    passwords = {password_variable(user): "p1" for user in (*ROLES, "admin")}
+    with patch.dict(os.environ, passwords), Server(config=text) as server:
+        assert server.running
