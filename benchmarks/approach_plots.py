@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from functools import partial
 from typing import Any
 
+from benchmarks.svg import FAINT as _FAINT
+from benchmarks.svg import INK as _INK
+from benchmarks.svg import MUTED as _MUTED
+from benchmarks.svg import WIDTH as _WIDTH
+from benchmarks.svg import line as _line
+from benchmarks.svg import nice as _nice
+from benchmarks.svg import rule as _rule
+from benchmarks.svg import svg
+from benchmarks.svg import text as _text
+
 COLOURS = {"P": "#d1495b", "A": "#b0389b", "B": "#e07b12", "C": "#2f6fd6", "C+mirror": "#1f9d6b"}
-_INK, _MUTED, _FAINT = "#1c2430", "#5d6b7d", "#d9dee5"
-_WIDTH, _HEIGHT, _TOP, _BOTTOM = 880, 360, 62, 46
+_HEIGHT, _TOP, _BOTTOM = 360, 62, 46
+_svg = partial(svg, height=_HEIGHT)
 _FLOOR = 10.0
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -136,24 +146,6 @@ def short(value: float) -> str:
 # ── parts of a plot ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _svg(parts: Sequence[str], label: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" role="img" aria-label="{escape(label)}" font-family="system-ui, sans-serif">\n'
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", fill: str = _MUTED, size: int = 12) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-size="{size}">{escape(text)}</text>'
-    )
-
-
-def _rule(left: float, right: float, at: float) -> str:
-    return f'<line x1="{left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}" stroke="{_FAINT}"/>'
-
-
 def _legend(results: Results) -> str:
     parts, x = [], 64.0
     for name, found in results.items():
@@ -181,13 +173,6 @@ def _mark(at: Point, word: str, colour: str) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{fill}" stroke="{colour}" stroke-width="2"/>'
 
 
-def _line(points: Sequence[Point], colour: str) -> str:
-    if not points:
-        return ""
-    steps = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return f'<path d="M{steps}" fill="none" stroke="{colour}" stroke-width="2" stroke-linejoin="round"/>'
-
-
 def _decades(values: Sequence[float]) -> tuple[float, float]:
     if not values:
         return 1.0, 10.0
@@ -210,9 +195,3 @@ def _log_axis(low: float, high: float, left: float, right: float, form: Callable
 
 def _length_ms(value: float) -> str:
     return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms" if value >= 1 else f"{value * 1000:g} µs"
-
-
-def _nice(value: float) -> float:
-    """The next number above that divides well by four."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if step * power >= value)

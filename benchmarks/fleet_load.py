@@ -43,7 +43,7 @@ from parti.embedded import Server
 from parti.telemetry.logs import configure_logging
 
 STREAM, TEMPLATE = "LOAD", "load.{key}"
-WARM_S, STALL_S, WATCH_S, DRAIN_S, CLIMB_S = 4.0, 2.0, 12.0, 40.0, 10.0
+WARM_S, DRAIN_S, CLIMB_S = 4.0, 40.0, 10.0
 RECOVERED_S = 10.0
 
 
@@ -140,7 +140,7 @@ class Run:
                     result["rates"].append(await self._steady(load, rate))
                     print(f"  {result['rates'][-1]}", flush=True)
                 result |= await self._verify(load)
-                if options.climb and not any(rate["collapsed"] for rate in result["rates"]):
+                if options.climb and self._mirror != "off" and not any(rate["collapsed"] for rate in result["rates"]):
                     result["climb"] = await self._climb(load)
                 return result
             finally:
@@ -151,7 +151,11 @@ class Run:
     async def _start(self, url: str) -> float:
         """Start the workers; returns after how long all partitions are owned (and read from the mirror)."""
         options, began_s = self._options, time.monotonic()
-        settings = {"hot_mirror": self._mirror, "max_ack_pending": options.max_ack_pending}
+        settings = {
+            "hot_mirror": self._mirror,
+            "max_ack_pending": options.max_ack_pending,
+            "hot_mirror_max_bytes": options.mirror_mib << 20,
+        }
         shares = [options.workers // self._processes] * self._processes
         shares[0] += options.workers - sum(shares)
         await asyncio.gather(
@@ -194,10 +198,10 @@ class Run:
         states = await self._states()
         self._signal(signal.SIGSTOP)
         stalled_ns = time.time_ns()
-        await asyncio.sleep(STALL_S)
+        await asyncio.sleep(self._options.stall)
         self._signal(signal.SIGCONT)
         resumed_ns = time.time_ns()
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(self._options.watch)
         sent = await load.call("stop", limit_s=60)
         ended_all_ns = time.time_ns()
         arrivals = await self._arrivals([(ns, number - first, stored - first) for ns, number, stored in sent])
@@ -363,6 +367,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--mirrors", nargs="+", choices=("on", "auto", "off"), default=["on", "off"])
+    parser.add_argument("--stall", type=float, default=2.0, help="seconds for which all workers are stopped")
+    parser.add_argument("--watch", type=float, default=12.0, help="seconds under load after the stall")
+    parser.add_argument("--mirror-mib", type=int, default=256, help="size of the mirror, in MiB")
     parser.add_argument("--max-ack-pending", type=int, default=500)
     parser.add_argument("--climb", action="store_true", help="then raise the rate until it does not hold")
     parser.add_argument("--results", type=Path, default=RESULTS)

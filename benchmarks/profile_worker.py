@@ -30,7 +30,7 @@ from parti.telemetry.logs import configure_logging
 GROUPS = (
     ("reading the protocol", ("jetstream/protocol.py", "jetstream/wire.py")),
     ("pull engine", ("jetstream/pull.py", "core/batch.py", "core/pull_status.py")),
-    ("lanes: order and positions", ("worker/lanes.py", "core/lane.py", "model/message.py")),
+    ("lanes: order and positions", ("worker/lanes.py", "worker/roster.py", "core/lane.py", "model/message.py")),
     ("running handlers", ("worker/runners.py", "benchmarks/bench_worker.py", "telemetry/metrics.py")),
     ("acknowledgements", ("worker/acks.py",)),
     ("rest of parti", ("/parti/",)),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import multiprocessing
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
+from parti.app.process import run_on_loop
 from parti.telemetry.logs import configure_logging
 
 
@@ -74,9 +76,9 @@ class Remote:
 
 
 def _live(pipe: Pipe, factory: Callable[[], object]) -> None:
-    configure_logging("error", "console")
+    configure_logging(os.environ.get("BENCH_LOG", "error"), "console")
     try:
-        asyncio.run(_serve(pipe, factory()))
+        run_on_loop(_serve(pipe, factory()), os.environ.get("PARTI_EVENT_LOOP", "auto"))
     except (EOFError, OSError, KeyboardInterrupt):
         return  # the other side is gone
 
@@ -92,6 +94,7 @@ async def _serve(pipe: Pipe, served: object) -> None:
 
     # Not a thread: it would compete with the object's own work for the interpreter.
     asyncio.get_running_loop().add_reader(pipe.fileno(), readable)
+    os.set_blocking(pipe.fileno(), True)  # uvloop turns that off, and a pipe cannot do without
     while (asked := await waiting.get()) is not None:
         number, method, arguments = asked
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -54,6 +54,11 @@ class Calls:
     def end(self, row: int, end_ns: int) -> None:
         """Note the end of a call."""
         self._columns[4][row] = end_ns
+
+    def refence(self, fence_of: Callable[[Call], int]) -> None:
+        """Replace the fence of every call."""
+        for row, call in enumerate(list(self.since(0))):
+            self._columns[1][row] = fence_of(call)
 
     def since(self, row: int) -> Iterator[Call]:
         """The calls from a row on."""

@@ -40,12 +40,17 @@ class Load:
     seed: int
     retention: str = "limits"
     workers: int = 4
+    """Processes."""
+    ids: int = 0
+    """Worker ids, if fewer than processes: some share one."""
     partitions: int = 20
     rate: float = 400.0
     """Messages a second, over all partitions."""
     takes_ms: tuple[float, float] = (0.0, 4.0)
     ttl_s: float = 2.0
     nodes: int = 1
+    max_consumers: int = -1
+    """Of the stream; without a limit of its own the server refuses the 1,001st."""
     drain_s: float = 60.0
     """Longest wait until all that was published is handled."""
     keep: Path | None = None
@@ -154,7 +159,7 @@ class Site:
 
     async def _await_fleet(self) -> None:
         deadline_s = time.monotonic() + _JOIN_S
-        while problem := self.observer.unsettled(self.load.names, self.load.workers):
+        while problem := self.observer.unsettled(self.load.names, self.load.ids or self.load.workers):
             crashed = self.workers.crashed()
             if crashed or time.monotonic() >= deadline_s:
                 raise RuntimeError(f"the fleet did not come up: {problem}; {'; '.join(crashed) or 'all workers run'}")
@@ -258,6 +263,7 @@ async def _create(url: str, load: Load, place: Place) -> None:
             "storage": "file",
             "allow_direct": True,
             "num_replicas": load.nodes,
+            "max_consumers": load.max_consumers,
         }
         await api.call(f"STREAM.CREATE.{STREAM}", config)
         await Bucket.open(api, place.bucket, replicas=load.nodes)

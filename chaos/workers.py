@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 _EXIT_S = 45.0
 
 
-def _spawn(
+def spawn(
     command: Sequence[str], directory: Path, log: str, *, told: bool = False, extra: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a process that ends with this one, whatever ends it; call it from the main thread only.
@@ -90,16 +90,18 @@ class Workers:
         # Of what settings are made of, JSON and TOML write the same.
         (directory / "parti.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in lines))
 
-    def start(self, slot: int, *, url: str | None = None, identity: str | None = None) -> WorkerProcess:
+    def start(
+        self, slot: int, *, url: str | None = None, identity: str | None = None, arguments: Sequence[str] = ()
+    ) -> WorkerProcess:
         """Start a worker in a slot; handlers are async in even slots and plain functions in odd ones."""
         self._lives[slot] += 1
         self.started += 1
         name = f"w{slot}-{self._lives[slot]}"
         target = f"chaos.handler:{'plain' if slot % 2 else 'app'}"
         command = [sys.executable, "-m", "parti", "worker", target, "--nats", url or self._urls]
-        command += ["--log-format", "json", *(["--identity", identity] if identity else [])]
+        command += ["--log-format", "json", *(["--identity", identity] if identity else []), *arguments]
         extra = {ENV_OPTIONS: self._options, ENV_PROCESS: name}
-        process = WorkerProcess(name, slot, _spawn(command, self._directory, f"{name}.log", extra=extra))
+        process = WorkerProcess(name, slot, spawn(command, self._directory, f"{name}.log", extra=extra))
         self.running[slot] = process
         return process
 
@@ -166,7 +168,7 @@ class Publisher:
     def __init__(self, name: str, directory: Path, place: Place, urls: str) -> None:
         command = [sys.executable, "-m", "chaos.publisher", "--name", name, "--servers", urls]
         command += ["--subject", place.template.replace("{p}", "{}"), "--file", f"{name}{PUBLISHED}"]
-        self._process = _spawn(command, directory, f"{name}.log", told=True)
+        self._process = spawn(command, directory, f"{name}.log", told=True)
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
         """Messages a second to each partition; what is not named gets none."""
