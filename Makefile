@@ -4,29 +4,52 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-EXTRAS := embedded spark console otel
-# Most tests wait for servers and processes: several at a time take little more than half the time.
-JOBS   ?= 3
+EXTRAS := embedded spark console otel fast transcode
+# Two at a time: with three, Java, servers and worker processes keep two cores so busy that leases end and waits fail.
+JOBS   ?= 2
 
-.PHONY: help demo test test-slow lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-fleet-steps bench-profile bench-scale \
+.PHONY: help demo demo-transcode screenshots docs test test-slow tools lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-fleet-steps bench-profile bench-scale \
 	bench-coordination bench-backfill bench-state bench-audit bench-replay bench-ledger bench-spark-source bench-spark-sink \
-	bench-sink-kills bench-ingest-kills bench-approaches bench-acks bench-jobs bench-jobs-kills bench-check soak sim chaos requirements clean
+	bench-sink-kills bench-ingest-kills bench-approaches bench-acks bench-jobs bench-jobs-kills bench-overflow bench-pinned bench-check soak sim chaos chaos-migration requirements sbom audit-deps clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' Makefile | \
-		while IFS='|' read -r target text; do printf '%-22s%s\n' "$$target" "$$text"; done
+		while IFS='|' read -r target text; do printf '%-28s%s\n' "$$target" "$$text"; done
 
-demo: $(VENV)/.stamp-demo ## start a server and a worker, send it messages, show what happened
-	@$(BIN)/parti dev demo
+demo: $(VENV)/.stamp-demo ## a fleet under load grows, loses a worker, lets one go; then the proof, and a report
+	@if [ -z "$(findstring --no-audit,$(DEMO_ARGS))" ] && \
+		$(BIN)/python -c 'from parti.spark.java import find_java; find_java()' 2>/dev/null; then \
+		$(MAKE) --no-print-directory -s $(VENV)/.stamp-spark; fi
+	@mkdir -p build
+	@$(BIN)/parti dev demo --report build/demo-report.html $(DEMO_ARGS)
+
+demo-transcode: $(VENV)/.stamp-transcode ## jobs: videos in several resolutions by ffmpeg, bad files, slots over time as a picture
+	@$(BIN)/python -m examples.transcode.demo $(DEMO_ARGS)
+
+screenshots: $(VENV)/.stamp-dev tools ## take the pictures of docs/console.md anew
+	@$(BIN)/python docs/screenshots.py
+
+docs: $(VENV)/.stamp-dev ## build the documentation as a site, in build/site; a warning fails it
+	@$(BIN)/mkdocs build --strict
+	@echo "build/site/index.html; its search needs a server: $(BIN)/python -m http.server -d build/site"
 
 test: lint ## everything that must pass: lint, then all tests
 	@echo "== pytest"
 	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(PYTEST_ARGS)
 	@echo "make test: all checks and tests passed"
 
-test-slow: $(VENV)/.stamp-dev ## the tests that `make test` leaves out because they take long
-	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+test-slow: $(VENV)/.stamp-dev ## what `make test` leaves out because it takes long: tests, and examples of properties
+	@PARTI_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis" $(PYTEST_ARGS)
+
+TOOLS := chromium promtool
+tools: ## install what some tests use and PyPI has not: a browser, Prometheus (Debian, as root)
+	@missing=; for tool in $(TOOLS); do command -v $$tool >/dev/null || missing=yes; done; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium and prometheus (first time only)"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends \
+			chromium prometheus >/dev/null; \
+	fi
 
 lint: $(VENV)/.stamp-dev ## ruff, mypy and the import rules
 	@echo "== ruff check"
@@ -108,6 +131,12 @@ bench-jobs: $(VENV)/.stamp-dev ## how well jobs of different sizes use the slots
 bench-jobs-kills: $(VENV)/.stamp-dev ## kill job workers twenty times under a thousand jobs
 	@$(BIN)/python -m benchmarks.jobs_kills $(BENCH_ARGS)
 
+bench-overflow: $(VENV)/.stamp-dev ## a load ramp over two regions: does the far one help only above its threshold?
+	@$(BIN)/python -m benchmarks.bench_overflow $(BENCH_ARGS)
+
+bench-pinned: $(VENV)/.stamp-dev ## throughput with a pinned group against without
+	@$(BIN)/python -m benchmarks.bench_pinned $(BENCH_ARGS)
+
 bench-check: $(VENV)/.stamp-dev ## has anything become slower? ratios against the committed ones
 	@$(BIN)/python -m benchmarks.check $(BENCH_ARGS)
 
@@ -125,9 +154,18 @@ chaos: $(VENV)/.stamp-dev ## kill, stop, restart, cut off and move real workers;
 		$(CHAOS).kills --kills 5 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; \
 		$(CHAOS).stops --stops 3 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; \
 		$(CHAOS).storm --seconds 60 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; done
+	@for r in limits interest workqueue; do \
+		$(CHAOS).standby --kills 5 --ttl 1 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; \
+		$(CHAOS).standby --stops 2 --ttl 1 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; done
 	@$(CHAOS).rolling --workers 5 --results build/chaos $(CHAOS_ARGS)
 	@for r in limits workqueue; do \
 		$(CHAOS).cluster --moves 4 --batch 2 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; done
+
+chaos-migration: $(VENV)/.stamp-dev ## 2,000 per-partition consumers to 25 workers and back, under load; then small, the tool killed
+	@for r in limits workqueue; do \
+		$(CHAOS).migration --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; \
+		$(CHAOS).migration --retention $$r --partitions 200 --workers 5 --hosts 2 --kill --at-once 10 \
+			--results build/chaos $(CHAOS_ARGS) || exit 1; done
 
 requirements: $(VENV)/.stamp-build ## pin the requirements again (UPGRADE=1: to the newest versions)
 	@$(COMPILE) --all-extras pyproject.toml -o requirements/dev.txt
@@ -138,6 +176,13 @@ requirements: $(VENV)/.stamp-build ## pin the requirements again (UPGRADE=1: to 
 			-o requirements/$$extra.txt || exit 1; \
 	done
 	@echo "requirements/ is up to date"
+
+SBOM ?= build/sbom.json
+sbom: $(VENV)/.stamp-dev ## write the bill of materials (CycloneDX) of all that is pinned, to build/sbom.json
+	@$(BIN)/python requirements/materials.py $(SBOM)
+
+audit-deps: $(VENV)/.stamp-dev ## look for known vulnerabilities of all that is pinned
+	@$(BIN)/python requirements/advisories.py
 
 clean: ## remove .venv and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -168,8 +213,18 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-build requirements/embedded.txt pyproject.to
 	@$(INSTALL) --no-deps -e .
 	@touch $@
 
+$(VENV)/.stamp-spark: $(VENV)/.stamp-demo requirements/spark.txt
+	@echo "installing Spark for the audit into $(VENV) (first time only, about 800 MB)"
+	@$(INSTALL) --require-hashes -r requirements/spark.txt
+	@touch $@
+
+$(VENV)/.stamp-transcode: $(VENV)/.stamp-demo requirements/transcode.txt
+	@echo "installing ffmpeg into $(VENV) (first time only, about 70 MB)"
+	@$(INSTALL) --require-hashes -r requirements/transcode.txt
+	@touch $@
+
 $(VENV)/.stamp-dev: $(VENV)/.stamp-build requirements/dev.txt pyproject.toml
 	@echo "installing parti with Spark and the test tools into $(VENV) (first time only, about 1 GB)"
 	@$(INSTALL) --require-hashes -r requirements/dev.txt
 	@$(INSTALL) --no-deps -e .
-	@touch $(VENV)/.stamp-demo $@
+	@touch $(VENV)/.stamp-demo $(VENV)/.stamp-spark $(VENV)/.stamp-transcode $@
