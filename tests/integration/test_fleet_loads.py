@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from tests.integration.conftest import Kit, eventually
 from tests.integration.fleet import FLEET, PARTITIONS, Journal, Traffic, claims_of, owners, recorded
 
@@ -81,7 +82,7 @@ async def test_seconds_of_work_are_shared_evenly_and_then_nothing_moves(kit: Kit
 
             records = await records_of(kit)
             report = {each.worker: each for each in records.report().workers}
-            assert sum(each.load_share or 0.0 for each in report.values()) == 1.0
+            assert sum(each.load_share or 0.0 for each in report.values()) == pytest.approx(1.0)
             assert records.loads["worker-0"].loads.keys() | records.loads["worker-1"].loads.keys() == set(PARTITIONS)
             writes = len(history.of("load"))
             await traffic.stop()
