@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 from hypothesis import settings
-from tests.distribution import TwoJavas, longest_first
+from tests.distribution import OneJava, longest_first
 from tests.trials import examples_of
 
 from parti.telemetry import logs
@@ -27,9 +27,9 @@ os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSeri
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoJavas | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneJava | None:
     """Share out as `tests.distribution` says where files are to stay whole, as `make test` asks for."""
-    return TwoJavas(config, log) if config.getvalue("dist") == "loadfile" else None
+    return OneJava(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,10 +1,9 @@
-"""How `make test` shares the tests out: Spark to two processes, and first of all what takes long.
+"""How `make test` shares the tests out: Spark to one process, and first of all what takes long.
 
-A file stays whole, since its tests may share what is costly to set up. The files of Spark make two portions: each
-process that gets one of them starts a Java of its own, which takes more than most of the files do; but one process
-alone would still be busy with them when the others have finished everything else. pytest-xdist would begin with the
-files that have the most tests, which are the quick ones, and end with one process that works on a slow file while the
-others have nothing left to do.
+A file stays whole, since its tests may share what is costly to set up. The files of Spark are one portion: a Java
+takes more than a processor for itself, and starting one takes longer than most of the files do. The other processes
+have the tests that wait more than they work. pytest-xdist would begin with the files that have the most tests, which
+are the quick ones, and end with one process that works on a slow file while the others have nothing left to do.
 """
 
 from __future__ import annotations
@@ -16,17 +15,12 @@ import pytest
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 TOGETHER = "tests/spark"
-_APART = {f"{TOGETHER}/test_{name}.py" for name in ("cluster", "java", "replay_tasks", "secrets")}
-"""These need no session, or one of their own."""
-_LEDGER = ("audit", "audit_live", "audit_properties", "demo_proof", "replay")
-_SECOND = {f"{TOGETHER}/test_{name}.py" for name in _LEDGER}
-"""What is about the ledger makes a portion of its own, as long as the other one."""
 _FIRST = (TOGETHER, "tests/chaos", "tests/integration", "tests/sim", "tests/property")
 _ROOT = Path(__file__).parents[1]
 
 
-class TwoJavas(LoadFileScheduling):  # type: ignore[misc]
-    """A file at a time, in the order of `longest_first`; the files of Spark count as two."""
+class OneJava(LoadFileScheduling):  # type: ignore[misc]
+    """A file at a time, in the order of `longest_first`; the files of Spark count as one."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         config.option.loadscopereorder = False
@@ -34,9 +28,7 @@ class TwoJavas(LoadFileScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        if not file.startswith(f"{TOGETHER}/") or file in _APART:
-            return file
-        return f"{TOGETHER} 2" if file in _SECOND else TOGETHER
+        return TOGETHER if file.startswith(f"{TOGETHER}/") else file
 
 
 def longest_first(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ async def test_a_storm_loses_nothing() -> None:
     assert sum(outcome.figures["faults"].values()) > 2
 
 
+@pytest.mark.slow
 async def test_a_cluster_that_loses_its_stream_leader_loses_no_message() -> None:
     arguments = ["--workers", "2", "--moves", "2", "--batch", "2", "--retention", "workqueue", "--ttl", "5"]
     outcome = await cluster.run(cluster.parse([*SMALL, *arguments]))

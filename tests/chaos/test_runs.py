@@ -28,6 +28,7 @@ async def test_nothing_is_lost_when_a_worker_is_killed() -> None:
     assert outcome.figures["faults"] == {"kill": 1}
 
 
+@pytest.mark.slow
 async def test_a_stopped_worker_starts_nothing_when_it_wakes() -> None:
     outcome = await stops.run(stops.parse([*SMALL, "--workers", "2", "--stops", "1"]))
     shown(outcome)
@@ -57,6 +58,7 @@ async def test_whoever_stands_by_takes_over_from_one_that_is_killed() -> None:
     assert outcome.figures["worker processes"] == 4
 
 
+@pytest.mark.slow
 async def test_one_that_was_stopped_starts_nothing_and_its_pulls_are_no_hindrance() -> None:
     """With few messages the pulls of the stopped process stand for long, on a stream where that matters."""
     arguments = ["--partitions", "4", "--rate", "30", "--ttl", "1", "--stops", "1", "--retention", "interest"]

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_quick_comparison_measures_every_phase_and_writes_its_page(tmp_path: Path) -> None:
     # These two have the most to do: many streams, created, changed and deleted consumers, and a mirror.
     command = [sys.executable, "-m", "benchmarks.approaches", "--quick", "--only", "C+mirror,B"]

@@ -514,6 +514,7 @@ async def on_nodes(cluster: Cluster, name: str) -> AsyncIterator[tuple[list[Read
             await connection.close()
 
 
+@pytest.mark.slow
 async def test_what_was_just_stored_is_read_through_a_copy_that_lags(nats_cluster: Cluster, stream_name: str) -> None:
     """A node answers direct gets from its own copy, and a message is acknowledged before each copy has it."""
     subject, stale, rounds = f"{stream_name}.a", 0, 0

@@ -35,6 +35,7 @@ def plant(directory: Path, factor: float) -> None:
     path.write_text(json.dumps(data))
 
 
+@pytest.mark.slow
 def test_the_check_accepts_passes_and_fails_on_a_real_server(tmp_path: Path) -> None:
     done = check(tmp_path, "--accept")
     assert done.returncode == 0, done.stderr

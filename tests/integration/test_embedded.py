@@ -327,6 +327,7 @@ async def test_cluster_survives_the_kill_of_a_node(nats_cluster: Cluster) -> Non
         await client.close()
 
 
+@pytest.mark.slow
 def test_cluster_of_all_killed_nodes_comes_back(tmp_path: Path) -> None:
     with Cluster(store_dir=tmp_path) as cluster:
         for index in range(3):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.integration.conftest import Kit, eventually
 from tests.integration.fleet import (
     FLEET,
@@ -160,6 +161,7 @@ async def test_a_process_leaves_and_another_is_killed_under_load(kit: Kit, tmp_p
         assert not repeated_by_leaving
 
 
+@pytest.mark.slow
 async def test_a_leader_stopped_for_three_leases_changes_nothing_when_it_wakes(kit: Kit, tmp_path: Path) -> None:
     ttl_s = 1.0
     with contextlib.ExitStack() as stack:

@@ -11,6 +11,7 @@ from pathlib import Path
 import nats
 import pytest
 from tests.integration.test_readme import PATIENCE_S, ROOT, blocks, read_lines, started, stop
+from tests.pace import unhindered_s
 
 import parti
 from parti.config import load_settings
@@ -49,7 +50,10 @@ async def test_the_app_runs_with_the_commands_of_the_page(shop: Path, server: Se
     assert command != RUN.strip()
     with started(command, shop) as working:
         handled = sorted(read_lines(working, 3))
-        asked = ask_status(shop, server.url)
+        deadline_s = unhindered_s() + PATIENCE_S
+        # Its messages are handled before its next heartbeat tells that it is stable.
+        while "worker-0  stable" not in (asked := ask_status(shop, server.url)):
+            assert unhindered_s() < deadline_s, asked
         stop(working)
     assert [line.split()[0] for line in handled] == ["ada", "bob", "cy"]
     for word in ("partitions   3: 3 owned", "worker-0  stable"):

@@ -171,6 +171,7 @@ async def test_a_worker_alone_has_a_mirror_of_its_own(nats_server: Server, strea
         assert mirror_name(stream_name, stream_name, "me") in await flow.streams()
 
 
+@pytest.mark.slow
 async def test_the_mirror_vanishes_again_and_again(nats_server: Server, stream_name: str) -> None:
     async with flowing(nats_server.url, stream_name, 8_000, workers=2) as flow:
         for share in (0.2, 0.5):
@@ -195,6 +196,7 @@ async def test_the_server_is_killed_and_its_memory_is_gone(
         await eventually(flow.inside, 15)
 
 
+@pytest.mark.slow
 async def test_partitions_move_between_workers_on_the_mirror(nats_server: Server, stream_name: str) -> None:
     async with flowing(nats_server.url, stream_name, 8_000) as flow:
         await eventually(flow.inside)
@@ -205,6 +207,7 @@ async def test_partitions_move_between_workers_on_the_mirror(nats_server: Server
         await eventually(flow.inside, 15)
 
 
+@pytest.mark.slow
 async def test_gained_partitions_with_a_long_backlog_are_gone_back_for_on_the_mirror(
     nats_server: Server, stream_name: str
 ) -> None:
@@ -243,6 +246,7 @@ async def _begins_after(flow: Flow, seq: int) -> bool:
     return await flow.window() > seq
 
 
+@pytest.mark.slow
 async def test_a_backlog_many_times_as_large_as_the_mirror_is_read_from_it(
     nats_server: Server, stream_name: str
 ) -> None:
@@ -263,6 +267,7 @@ async def test_a_backlog_many_times_as_large_as_the_mirror_is_read_from_it(
         await flow.close()
 
 
+@pytest.mark.slow
 async def test_what_everybody_has_finished_is_trimmed(nats_server: Server, stream_name: str) -> None:
     async with flowing(nats_server.url, stream_name, 20_000, workers=2, hot_mirror_max_bytes=4 << 20) as flow:
         await eventually(flow.inside)

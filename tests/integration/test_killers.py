@@ -191,6 +191,7 @@ def nothing_else_is_repeated_for_long(fleet: Killers, killer: int) -> None:
     assert not worst, f"handled more often than there were deaths: {worst}"
 
 
+@pytest.mark.slow
 async def test_a_supervised_process_that_dies_of_a_message_gets_over_it(kit: Kit, tmp_path: Path) -> None:
     """The next process of the slot takes the same worker id, within the lease of the one before."""
     with contextlib.ExitStack() as stack:

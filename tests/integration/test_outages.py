@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import nats
+import pytest
 from benchmarks.audit import MSG_ID, Findings, Handled, audit, first_at_or_after, read_back
 from benchmarks.traffic import SteadyPublisher, answering_again, connect
 from nats.js.api import StorageType, StreamConfig
@@ -150,6 +151,7 @@ async def flowing(
 # ── the server ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 async def test_three_crashes_of_the_server_cost_nothing(
     nats_server_factory: Callable[..., Server], stream_name: str
 ) -> None:
@@ -304,6 +306,7 @@ async def test_the_stream_leader_of_a_cluster_dies(nats_cluster: Cluster, stream
         await flow.more_handled(1_000)
 
 
+@pytest.mark.slow
 async def test_the_consumer_leader_of_a_cluster_steps_down(nats_cluster: Cluster, stream_name: str) -> None:
     async with flowing(nats_cluster.urls, stream_name, 5_000, replicas=3, **QUICK) as flow:
         client = await connect(nats_cluster.urls)

@@ -408,6 +408,7 @@ async def test_connections_that_break_again_and_again(stream: Stream) -> None:
     assert reader.missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_steps")
 def test_killed_leader_of_a_replicated_stream(nats_cluster: Cluster, stream_name: str) -> None:
     """The end of the range is gone, so that only a leader can tell that nothing more comes."""

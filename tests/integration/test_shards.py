@@ -305,6 +305,7 @@ async def test_a_worker_id_that_is_another_ones_shard_is_refused(kit: Kit, recor
 # ── on the hot mirror ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 async def test_all_shards_are_on_the_mirror_or_none(nats_server: Server, stream_name: str) -> None:
     async with flowing(nats_server.url, stream_name, 8_000, workers=2, **TENS) as flow:
         await eventually(flow.inside)

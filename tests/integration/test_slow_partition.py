@@ -28,6 +28,7 @@ async def test_a_sleeping_partition_does_not_delay_the_others(kind: str, load: l
     assert outcome.asleep.p99_ms < 500
 
 
+@pytest.mark.slow
 async def test_many_sleeping_partitions_do_not_delay_the_others() -> None:
     load = ["--partitions", "40", "--rate", "400", "--max-ack-pending", "100", "--sleepers", "10"]
     outcome = await Run("async", parse([*load, "--sleep", "4", "--baseline", "1"])).measure()

@@ -122,6 +122,7 @@ def test_a_repeat_shuts_out_older_owners_too(example: ModuleType, tmp_path: Path
     ]
 
 
+@pytest.mark.slow
 async def test_the_example_stores_every_order_once_over_a_crash(
     nats_server_factory: Callable[..., Server], tmp_path: Path
 ) -> None:

@@ -53,15 +53,24 @@ class Pair:
         self.journal: list[Handled] = []
         self.settings = {"bucket": stream, "prefix": stream, **SHARED, **settings}
         self.publishing: asyncio.Task[Any] | None = None
+        self._first = self._limit = 0
+        self._since_s = 0.0
 
-    def publish(self) -> None:
+    def publish(self, share: float = 1.0) -> None:
         """Begin; what an interest stream gets before somebody reads it is gone."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
         publisher = SteadyPublisher(
             self.url, self.count, lambda n: f"{self.stream}.{PARTITIONS[n * 7 % len(PARTITIONS)]}"
         )
-        self.publishing = asyncio.create_task(publisher.run(lambda n: n < RATE * (loop.time() - began_s)))
+        self.publish_to(share)
+        self.publishing = asyncio.create_task(publisher.run(self._due))
+
+    def publish_to(self, share: float) -> None:
+        """Go on up to this share of all messages, at the same rate, from now on."""
+        self._first, self._limit = self._limit, round(share * self.count)
+        self._since_s = asyncio.get_running_loop().time()
+
+    def _due(self, n: int) -> bool:
+        return n < min(self._limit, self._first + RATE * (asyncio.get_running_loop().time() - self._since_s))
 
     @contextlib.asynccontextmanager
     async def worker(self, **settings: Any) -> AsyncIterator[Worker]:
@@ -261,19 +270,20 @@ async def test_an_operator_lets_the_other_one_work(nats_server: Server, stream_n
     """Unpinning is a planned switch: nothing is repeated, and the one that worked stands by."""
     async with pair_on(nats_server.url, stream_name, 6_000) as pair, pair.worker() as first:
         await eventually(lambda: works(first))
-        pair.publish()
+        pair.publish(0.4)
         async with pair.worker() as second:
             workers = (first, second)
             connection = await Connection.open(settings_for(nats_server.url), name="operator")
             try:
                 api = JetStreamApi(connection)
-                for turn, share in enumerate((0.3, 0.6)):
+                for turn, (share, further) in enumerate(((0.3, 0.8), (0.6, 1.0))):
                     active, waiting = workers[turn % 2], workers[1 - turn % 2]
                     await eventually(lambda w=active: works(w), 30)  # type: ignore[misc]
                     await eventually(lambda w=waiting: w.state is FleetState.STANDBY, 30)  # type: ignore[misc]
                     await eventually(lambda: _waits(nats_server, stream_name), 30)
                     await pair.handled(share)
                     await unpin(api, stream_name, f"{stream_name}-both", "lease")
+                    pair.publish_to(further)  # the server pins whoever gets the next message: there has to be one
                     await eventually(lambda w=waiting: works(w), 30)  # type: ignore[misc]
             finally:
                 await connection.close()

@@ -388,6 +388,7 @@ async def test_an_outage_that_lasts_too_long_is_an_error_in_time(nats_server_fac
         assert unhindered_s() - began_s < 15
 
 
+@pytest.mark.slow
 async def test_a_cluster_that_loses_a_node_in_the_middle(nats_cluster: Cluster) -> None:
     async def interrupted() -> AsyncIterator[bytes]:
         for number in range(20):

@@ -403,6 +403,7 @@ async def test_a_process_that_is_gone_leaves_no_consumer_behind(kit: Kit, party:
     await watch.stop()
 
 
+@pytest.mark.slow
 async def test_the_leader_of_the_bucket_dies_in_a_cluster(nats_cluster: Cluster, stream_name: str) -> None:
     async with connected(nats_cluster.urls[0]) as own:
         api = JetStreamApi(own)

@@ -54,6 +54,7 @@ async def test_a_backlog_goes_through_spark_while_workers_go_on_with_the_rest(
     assert outcome.dead_lettered == sum(call.seq % 97 == 0 for call in by_spark)
 
 
+@pytest.mark.slow
 async def test_a_task_that_dies_ends_the_replay_and_the_workers_go_on_behind_it(
     kit: Kit, spark: SparkSession, tmp_path: Path
 ) -> None:

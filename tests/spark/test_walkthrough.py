@@ -31,6 +31,7 @@ def steps() -> list[tuple[int, str, str | None]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_walk_through_runs_as_written(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

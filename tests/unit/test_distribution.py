@@ -1,4 +1,4 @@
-"""How the tests themselves are shared out: files stay whole, and Spark's sessions come together."""
+"""How the tests themselves are shared out: files stay whole, and those of Spark come together."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.distribution import TOGETHER, TwoJavas, longest_first
+from tests.distribution import TOGETHER, OneJava, longest_first
 
 TESTS = Path(__file__).parents[1]
-SESSION = "spark: SparkSession"
-"""How a test asks for the session that all share."""
 
 
 def scope(file: str) -> str:
-    return str(object.__new__(TwoJavas)._split_scope(f"{file}::TestThing::test_it[a::b]"))
+    return str(object.__new__(OneJava)._split_scope(f"{file}::TestThing::test_it[a::b]"))
 
 
-def test_whoever_shares_the_session_is_in_one_of_two_processes_that_have_it() -> None:
-    scopes = {path: scope(f"{TOGETHER}/{path.name}") for path in (TESTS / "spark").glob("test_*.py")}
-    sharing = {path for path in scopes if SESSION in path.read_text()}
-    assert len(sharing) > 8
-    assert {scopes[path] for path in sharing} == {TOGETHER, f"{TOGETHER} 2"}
-    apart = {path for path, found in scopes.items() if not found.startswith(TOGETHER) or found.endswith(".py")}
-    assert apart
-    assert not apart & sharing
+def test_spark_is_one_portion() -> None:
+    files = [f"{TOGETHER}/{path.name}" for path in (TESTS / "spark").glob("test_*.py")]
+    assert len(files) > 8
+    assert {scope(file) for file in files} == {TOGETHER}
 
 
 def test_other_files_stay_whole() -> None:
