@@ -31,7 +31,7 @@ GROUPS = (
     ("reading the protocol", ("jetstream/protocol.py", "jetstream/wire.py")),
     ("pull engine", ("jetstream/pull.py", "core/batch.py", "core/pull_status.py")),
     ("lanes: order and positions", ("worker/lanes.py", "worker/roster.py", "core/lane.py", "model/message.py")),
-    ("running handlers", ("worker/runners.py", "benchmarks/bench_worker.py", "telemetry/metrics.py")),
+    ("running handlers", ("worker/runners.py", "benchmarks/bench_worker.py", "telemetry/instruments.py")),
     ("acknowledgements", ("worker/acks.py",)),
     ("rest of parti", ("/parti/",)),
     ("client library", ("/nats/",)),

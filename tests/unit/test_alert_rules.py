@@ -17,7 +17,7 @@ from parti.core import slo
 from parti.telemetry.alerts import Thresholds, alerts
 from parti.telemetry.dashboards import Dashboard, dashboards
 from parti.telemetry.grafana import dashboard_json, expressions
-from parti.telemetry.metrics import Histogram
+from parti.telemetry.instruments import Histogram
 from parti.telemetry.objectives import recordings
 from parti.telemetry.queries import BATCH, METRICS, buckets, series
 from parti.telemetry.rules import alert_rules, all_alerts, objective_rules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parti.errors import ConfigError, ControlPlaneReset, NotFound, WrongRevision
+from parti.errors import ConfigError, ControlPlaneReset, NotFound, PartiError, WrongRevision
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket, Entry
@@ -37,6 +37,15 @@ class ControlPlane:
             raise ControlPlaneReset(
                 f"control plane was reset: bucket {self.bucket.name!r} was made anew at {created}"
             )
+
+    async def check_if_reachable(self) -> None:
+        """Raise `ControlPlaneReset` as `check` does; not being able to ask says nothing."""
+        try:
+            await self.check()
+        except ControlPlaneReset:
+            raise
+        except PartiError:
+            pass
 
     async def read(self, *keys: str) -> dict[str, Entry]:
         """Every key that matches, with its newest value; deleted ones may be there with an empty value."""

@@ -25,7 +25,7 @@ from parti.model.history import (
     history_stream,
     history_subject,
 )
-from parti.telemetry.metrics import Counter
+from parti.telemetry.instruments import Counter
 
 _log = structlog.get_logger("parti.history")
 

@@ -14,43 +14,29 @@ side tells it what has been applied.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import uuid
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import structlog
 
 from parti.coordination.candidacy import Candidacy
-from parti.coordination.control_plane import ControlPlane, agree
+from parti.coordination.control_plane import ControlPlane
 from parti.coordination.duty import Duty, ReadingSide, StandbySide
 from parti.coordination.fleet_parts import FleetParts, Memory
+from parti.coordination.heartbeat import Heartbeat
 from parti.coordination.hooks import Hooks, call_hooks
 from parti.coordination.lease import clock
-from parti.coordination.standby_notice import StandbyNotice
+from parti.coordination.seating import Seating
 from parti.coordination.standing import Standing
-from parti.coordination.worker_ids import Profile, Seat, WorkerIds
+from parti.coordination.worker_ids import Seat
 from parti.core.fleet_view import FleetState
 from parti.core.lease import NEVER_S
-from parti.core.worker_ids import Applicant
-from parti.errors import ControlPlaneReset, LeaseLost, PartiError, SteppedDown, WrongRevision
+from parti.errors import ControlPlaneReset, LeaseLost, PartiError, SteppedDown
 from parti.jetstream.connection import ConnectionState
 from parti.jetstream.kv import Entry
-from parti.jetstream.system_events import client_ref
 from parti.jetstream.watch import Watch
-from parti.model.fleet import (
-    Assignment,
-    FleetRecord,
-    HealthRecord,
-    LeaderRecord,
-    decode,
-    encode,
-    key_of,
-)
+from parti.model.fleet import Assignment, LeaderRecord, decode, key_of
 from parti.model.partition import Partition
-from parti.version import __version__
 
 _log = structlog.get_logger("parti.manager")
 _RETRY_S = 0.5
@@ -78,27 +64,24 @@ class Manager:
         self._settings = parts.settings
         self._reading = reading
         self._hooks = hooks
-        self._service = service
-        self._guest = guest
         self._standby = standby
-        token = parts.settings.owner_token
-        self._token = token.get_secret_value() if token else uuid.uuid4().hex
         self._standing = Standing(parts.metrics, parts.health, hooks, lambda: self.worker_id)
         self._plane: ControlPlane | None = None
         self._seat: Seat | None = None
-        self._fleet: FleetRecord | None = None
         self._over: asyncio.TimerHandle | None = None
         self._leader: LeaderRecord | None = None
         self._last_id: str | None = None
         self._duty = Duty(parts, reading, hooks, self._on_duty_changed)
         self._memory = Memory()
-        self._health_revision = 0
+        self._seating = Seating(
+            parts, self._memory, service=service, guest=guest, on_look=self._stands_by if standby else None
+        )
         self._beat = asyncio.Event()
-        self._renew_now = False
+        self._heartbeat = Heartbeat(
+            parts, reading, self._duty, self._standing, due=self._beat, beaten=self._follow_leader
+        )
         self._stopping = False
         self._successor = asyncio.Event()
-        self._yields_until_s = NEVER_S
-        self._notice: asyncio.Task[None] | None = None
         self._candidacy: Candidacy | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -143,7 +126,7 @@ class Manager:
         """
         self._parts.connection.on_state(self._on_connection)
         if self._standby:
-            await self._open()
+            await self._seating.open()
         else:
             await self._sit_down()
         self._running = asyncio.create_task(self._run())
@@ -162,9 +145,9 @@ class Manager:
         if not (seat.record.identity and self._settings.rejoin_s) and not self._standby:
             # Somebody who is expected back keeps its partitions; others give them away.
             seat.describe(state="draining")
-        self._renew_now = True
+        self._heartbeat.renew_next()
         try:
-            await self._try_beat(seat)
+            await self._heartbeat.beat(seat)
         except LeaseLost as error:
             _log.warning("lost the worker id while leaving", error=str(error))
 
@@ -174,8 +157,7 @@ class Manager:
         if self._running:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        if self._notice:
-            await asyncio.gather(self._notice, return_exceptions=True)
+        await self._seating.end()
         seat, left = self._seat, True
         if seat:
             self._seat = None
@@ -209,58 +191,23 @@ class Manager:
             return await seat.leave(back_within_s=_SUCCESSOR_TTLS * s.lease_ttl_s, successor=True)
         return await seat.leave(back_within_s=s.rejoin_s)
 
-    async def _open(self) -> ControlPlane:
-        parts, settings = self._parts, self._settings
-        plane = await ControlPlane.open(parts.connection, parts.api, settings.bucket, replicas=settings.replicas)
-        self._fleet = await self._found(plane)
-        return plane
-
     async def _sit_down(self) -> None:
         """Open the bucket, take an id and tell the reading side."""
-        parts, settings = self._parts, self._settings
         self._standing.set(FleetState.CLAIMING_ID, "needs a worker id")
-        plane = await self._open()
-        ids = WorkerIds(
-            plane.bucket,
-            lambda: plane.read("ids.>"),
-            ttl_s=settings.lease_ttl_s,
-            max_workers=settings.max_workers,
-        )
-        applicant = Applicant(self._token, settings.identity or "", settings.worker_id, self._last_id)
-        if self._standby:
-            seat = await self._await_turn(ids, applicant, plane)
-        else:
-            seat = await ids.take(applicant, self._profile(), floor=self._memory.floor)
-        self._memory.knows(seat.incarnation)
+        seat, plane = await self._seating.take(self._last_id)
         self._plane, self._seat = plane, seat
         self._last_id = seat.worker_id
         self._duty.begin(seat.worker_id)
-        self._health_revision = 0
-        parts.metrics.worker_id = seat.worker_id
+        self._heartbeat.begin()
+        self._parts.metrics.worker_id = seat.worker_id
         seat.lease.on_renewed = self._renewed
         await self._reading.seated(seat, plane)
         _log.info(
-            "holds a worker id", worker=seat.worker_id, incarnation=seat.incarnation, identity=settings.identity
+            "holds a worker id",
+            worker=seat.worker_id,
+            incarnation=seat.incarnation,
+            identity=self._settings.identity,
         )
-
-    async def _await_turn(self, ids: WorkerIds, applicant: Applicant, plane: ControlPlane) -> Seat:
-        """Stand by until this process has the worker id, and let people see that it does."""
-        assert applicant.fixed
-        s, profile = self._settings, self._profile()
-        notice = StandbyNotice(plane.bucket, applicant.fixed, profile, rank=s.standby_rank, ttl_s=s.lease_ttl_s)
-        self._notice = asyncio.create_task(notice.keep())
-        try:
-            return await ids.stand_by(
-                applicant,
-                profile,
-                floor=self._memory.floor,
-                rank=s.standby_rank,
-                yields_until_s=self._yields_until_s,
-                on_look=self._stands_by,
-                check=plane.check,
-            )
-        finally:
-            self._notice.cancel()  # it is removed meanwhile: the id comes first
 
     def _stands_by(self, alive: bool, replaced: bool) -> None:
         assert self._settings.worker_id
@@ -268,35 +215,6 @@ class Manager:
         if alive:
             self._standing.set(FleetState.STANDBY, "another process holds the worker id")
         self._standby.stand_by(self._settings.worker_id, alive=alive, replaced=replaced)
-
-    async def _found(self, plane: ControlPlane) -> FleetRecord:
-        """Make sure that the bucket is this fleet's; the first one to come says what the fleet is."""
-        parts, s = self._parts, self._settings
-        stream = await parts.api.stream_info(parts.stream)
-        first = stream.last_seq + 1 if s.start == "new" else 1
-        ours = FleetRecord(
-            prefix=s.prefix,
-            stream=parts.stream,
-            template=parts.template.text,
-            stream_created=stream.created,
-            first_seq=first,
-        )
-        if self._fleet and self._fleet.stream_created == stream.created:
-            ours = self._fleet  # the bucket was made anew: what was new then is not new now
-        return await agree(plane.bucket, ours)
-
-    def _profile(self) -> Profile:
-        s = self._settings
-        return Profile(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            version=__version__,
-            capacity=s.room,
-            weight=s.weight,
-            service=self._service,
-            client=client_ref(self._parts.connection),
-            guest=self._guest,
-        )
 
     # ── the life of a seat ────────────────────────────────────────────────────────────────────────────────────
 
@@ -311,7 +229,7 @@ class Manager:
             except ControlPlaneReset as error:
                 if self._seat is None:
                     # Whoever held the id has the positions in memory: it should be the first to have it again.
-                    self._yields_until_s = clock() + _AFTER_RESET_TTLS * self._settings.lease_ttl_s
+                    self._seating.yield_for(_AFTER_RESET_TTLS * self._settings.lease_ttl_s)
                 self._note_reset()
                 await self._stand_up(error)
             except LeaseLost as error:
@@ -334,7 +252,7 @@ class Manager:
         self._successor.clear()
         self._duty.stopping = self._stopping
         # Should nobody come, this process takes the id again before it counts as gone.
-        self._yields_until_s = clock() + self._settings.lease_ttl_s
+        self._seating.yield_for(self._settings.lease_ttl_s)
         if seat:
             await self._leave(seat)
 
@@ -356,7 +274,7 @@ class Manager:
         """Tell a lease that has ended from a bucket that has gone with it."""
         try:
             if self._plane:
-                await _check_reset(self._plane)
+                await self._plane.check_if_reachable()
         except ControlPlaneReset as reset:
             self._note_reset()
             return reset
@@ -391,13 +309,13 @@ class Manager:
             self._on_entry,
             on_reset=on_reset,
         )
-        assert self._fleet
+        assert self._seating.fleet
         if self._settings.may_lead:
-            self._candidacy = Candidacy(self._parts, plane, seat, self._fleet, self._memory)
+            self._candidacy = Candidacy(self._parts, plane, seat, self._seating.fleet, self._memory)
         tasks: list[asyncio.Future[Any]] = [
             reset,
             asyncio.ensure_future(watch.start()),
-            asyncio.ensure_future(self._keep_beating(seat, plane)),
+            asyncio.ensure_future(self._heartbeat.keep(seat, plane)),
             asyncio.ensure_future(self._hand_over()),
             *(asyncio.ensure_future(each) for each in self._duty.runs()),
             *(asyncio.ensure_future(each) for each in (self._candidacy.runs() if self._candidacy else ())),
@@ -434,13 +352,13 @@ class Manager:
             self._candidacy.hint(name)
 
     def _on_connection(self, state: ConnectionState, reason: str) -> None:
-        self._renew_now = True
+        self._heartbeat.renew_next()
         self._beat.set()
         if state is not ConnectionState.CONNECTED and self._settings.takeover_on_disconnect:
             # Others may end our lease now; the next renewal tells.
             self._reading.permit(NEVER_S)
 
-    # ── heartbeats ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the lease ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _renewed(self) -> None:
         self._parts.metrics.lease_renewals.inc()
@@ -458,65 +376,7 @@ class Manager:
             self._memory.lapsed_s = clock()
             self._standing.set(FleetState.DEGRADED, "the control plane cannot be reached")
 
-    async def _keep_beating(self, seat: Seat, plane: ControlPlane) -> None:
-        """Renew the lease, with news of this worker, before it can end; raise when it is lost."""
-        while True:
-            self._beat.clear()
-            beaten = await self._try_beat(seat)
-            if not beaten:
-                self._renew_now = True
-                await _check_reset(plane)
-                pause_s = seat.lease.terms.retry_after(clock(), seat.lease.ends_at_s)
-            else:
-                pause_s = max(0.05, seat.lease.renew_at_s - clock())
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._beat.wait()
-            except TimeoutError:
-                pass
-
-    async def _try_beat(self, seat: Seat) -> bool:
-        """One heartbeat; False when the control plane did not take it. Raises `LeaseLost`."""
-        seat.describe(client=client_ref(self._parts.connection))
-        record = HealthRecord(
-            incarnation=seat.incarnation,
-            applied=self._duty.settled_version,
-            busy=self._duty.busy,
-            ready=self._duty.ready_version,
-            state=self.state.value,
-            problems=tuple(self._parts.health.reasons.values())[:5],
-            at=datetime.now(UTC),
-            **self._reading.report(),
-        )
-        key = key_of("health", seat.worker_id)
-        try:
-            # Two writes, not one batch: small batches take the server some twenty times as long. A report that others
-            # wait for goes alone.
-            if self._renew_now or clock() >= seat.lease.renew_at_s:
-                self._renew_now = False
-                await seat.renew()
-            self._health_revision = await seat.bucket.put(key, encode(record), revision=self._health_revision)
-        except WrongRevision:
-            return await self._reread_health(seat, key)
-        except (LeaseLost, ControlPlaneReset):
-            raise
-        except PartiError as error:
-            _log.warning("heartbeat failed", error=str(error))
-            return False
-        self._follow_leader()
-        return True
-
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def _reread_health(self, seat: Seat, key: str) -> bool:
-        """Our own write whose answer got lost, or that of the last holder of the id: the next one goes on from it."""
-        try:
-            found = await seat.bucket.get(key)
-        except PartiError as error:
-            _log.warning("heartbeat failed", error=str(error))
-        else:
-            self._health_revision = found.revision if found else 0
-        return False
 
     def _on_duty_changed(self, applied: bool) -> None:
         """There is something to report; `applied`: an assignment is in force that was not before."""
@@ -538,16 +398,6 @@ class Manager:
             told = self._leader.state
             state = FleetState(told) if told in set(FleetState) else FleetState.STABLE
             self._standing.set(state, self._leader.reason)
-
-
-async def _check_reset(plane: ControlPlane) -> None:
-    """Raise when the bucket is known to be another one; not being able to ask says nothing."""
-    try:
-        await plane.check()
-    except ControlPlaneReset:
-        raise
-    except PartiError:
-        pass
 
 
 def _decoded(entry: Entry, kind: type[Any]) -> Any:

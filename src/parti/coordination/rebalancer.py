@@ -16,30 +16,20 @@ from parti.coordination.assignments import Assignments
 from parti.coordination.claims import ClaimStore
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Office
+from parti.coordination.evictions import Evictions
 from parti.coordination.history import History
 from parti.coordination.lease import clock
 from parti.coordination.membership import Membership
+from parti.coordination.moves import Moves
 from parti.coordination.sources import SourceReader
 from parti.coordination.takeover import Estates, Takeovers
-from parti.core.consumer_config import consumer_name, owner_of, shard_number
-from parti.core.fleet_view import (
-    BeginMove,
-    Command,
-    Decision,
-    FleetState,
-    FleetView,
-    Free,
-    Give,
-    Keep,
-    Policy,
-)
-from parti.core.guests import home_after
+from parti.core.fleet_view import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Policy
 from parti.core.history import changes
 from parti.core.loads import LoadBook
 from parti.core.planner import Planner
 from parti.core.retention import INTEREST, Retention
-from parti.errors import ControlPlaneReset, LeaseLost, NotFound, PartiError, WrongRevision
-from parti.jetstream.kv import MARKER_TTL_S, MAX_BATCH, Entry, Write
+from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
+from parti.jetstream.kv import MAX_BATCH, Entry
 from parti.jetstream.system_events import SystemEvents
 from parti.jetstream.watch import Watch
 from parti.model.fleet import (
@@ -64,10 +54,6 @@ _BATCH = 800
 _COALESCE_S = 0.05
 _LOOK_AGAIN_S = 1.0
 _RETRY_S = 0.5
-_EVICT_AFTER_S = 0.5
-_ENDED = {"Client Closed", "Read Error"}
-"""What the server says when it was the client's side that ended a connection, by closing it or by dying: a process
-that dies with unread data in its socket resets the connection, which is a read error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +87,25 @@ class Rebalancer:
         self._parts = parts
         self._plane = parts.plane
         self._office = office
+        overlap = parts.policy.overlap
         self._claims = ClaimStore(parts.plane.bucket, office, ttl_s=parts.ttl_s)
         self._membership = Membership(parts.plane.bucket)
-        self._assignments = Assignments(overlap=parts.policy.overlap)
+        self._assignments = Assignments(overlap=overlap)
         self._takeovers = Takeovers(parts.plane, parts.stream, parts.template, parts.fleet)
         self._orders = Orders()
         self._orders_revision = 0
-        self._begun_s: dict[str, float] = {}
-        self._took_s: dict[str, float] = {}
-        """Planned moves that are about to be written as done, and how long they took."""
         self._health: dict[str, HealthRecord] = {}
+        self._moves = Moves(
+            self._claims, self._assignments, self._membership, self._health, parts.metrics, overlap=overlap
+        )
+        self._evictions = Evictions(
+            parts.plane,
+            office,
+            self._membership,
+            stream=parts.stream,
+            prefix=parts.fleet.prefix,
+            on_disconnect=parts.takeover_on_disconnect,
+        )
         self._loads = LoadBook() if learns_loads(parts.strategy) else None
         self._partitions: dict[str, Partition] = {}
         self._stream_created = ""
@@ -118,7 +113,6 @@ class Rebalancer:
         self._changed = asyncio.Event()
         self._flock = False
         """Somebody joined or left: others may follow."""
-        self._suspects: dict[str, float] = {}
         self._writing: Sequence[str] = ()
         self._doubtful = False
         self._planner = Planner(parts.strategy, parts.policy, elected_s=clock(), after_outage=parts.after_outage)
@@ -169,7 +163,7 @@ class Rebalancer:
                 await self._load()
                 self._doubtful = False
             await self._membership.verify()
-            evict_at_s = await self._evict()
+            evict_at_s = await self._evictions.end_leases()
             decision = self._decide()
             if await self._resurrect(decision):
                 decision = self._decide()
@@ -254,34 +248,8 @@ class Rebalancer:
         return events
 
     def _on_disconnect(self, ref: str, reason: str) -> None:
-        worker = self._membership.suspect(ref)
-        if worker:
-            _log.warning("the connection of a worker ended", worker=worker, reason=reason)
-        if worker and self._parts.takeover_on_disconnect and reason in _ENDED:
-            self._suspects[worker] = clock() + _EVICT_AFTER_S
+        if self._evictions.disconnected(ref, reason):
             self._changed.set()
-
-    async def _evict(self) -> float | None:
-        """End the leases of workers that closed their connection and were not heard of since.
-
-        Returns when to look again. A process that is gone cannot mind; one that is not has stopped starting handlers
-        when its connection broke, and may only go on after a renewal, which this makes impossible.
-        """
-        for worker, due_s in list(self._suspects.items()):
-            if worker not in self._membership.suspected:
-                del self._suspects[worker]
-            elif clock() >= due_s:
-                del self._suspects[worker]
-                _log.warning("ending the lease of a worker whose connection was closed", worker=worker)
-                gone = Write(
-                    key_of("ids", worker), b"", self._membership.revision(worker), MARKER_TTL_S, deletes=True
-                )
-                try:
-                    await self._office.write([gone])
-                except WrongRevision:
-                    continue  # it has renewed its lease: it is alive
-                self._membership.entry(gone.key, Entry(b"", 0))
-        return min(self._suspects.values(), default=None)
 
     async def _load(self) -> None:
         """Read everything that a predecessor has written, and the orders that are at least as new as the claims."""
@@ -360,7 +328,9 @@ class Rebalancer:
     async def _act(self, decision: Decision) -> None:
         estates = await self._estates(decision.commands)
         commands = list(decision.commands)
-        await self._bar_the_absent(commands)
+        if not self._parts.retention.overlap:
+            # No two consumers may carry one subject: those of workers that are not there have to go first.
+            await self._evictions.remove_consumers(self._owners_before(commands))
         for begin in range(0, len(commands), _BATCH):
             batch = commands[begin : begin + _BATCH]
             claims = {c.partition: claim for c in batch if (claim := self._claim_for(c, estates))}
@@ -388,89 +358,19 @@ class Rebalancer:
         self._stream_created = estates.stream_created
         return estates
 
-    async def _bar_the_absent(self, commands: Sequence[Command]) -> None:
-        """Where no two consumers may carry one subject, those of workers that are not there have to go first.
-
-        Their messages stay. A worker that is not there but believes it is finds its consumer gone, and may not make
-        it anew before it has got its id again.
-        """
-        if self._parts.retention.overlap:
-            return
-        members, claims = self._membership.members, self._claims.claims
-        owners = {claims[c.partition].owner for c in commands if isinstance(c, Give) and c.partition in claims}
-        absent = {w for w in owners - {""} if (member := members.get(w)) is None or member.state == "away"}
-        api, stream, prefix = self._plane.api, self._parts.stream, self._parts.fleet.prefix
-        names = await api.consumer_names(stream) if absent else []
-        for owner in absent:
-            first = consumer_name(prefix, owner)
-            for name in [n for n in names if n == first or shard_number(n, first)]:
-                try:
-                    # By its name alone, a shard of one worker may be the first consumer of another.
-                    if owner_of((await api.consumer_info(stream, name)).config, prefix)[0] == owner:
-                        await api.delete_consumer(stream, name)
-                        _log.info("removed the consumer of a worker that is not there", worker=owner)
-                except NotFound:
-                    pass
+    def _owners_before(self, commands: Sequence[Command]) -> set[str]:
+        """Who has the partitions that are about to be given to somebody."""
+        claims = self._claims.claims
+        return {claims[c.partition].owner for c in commands if isinstance(c, Give) and c.partition in claims}
 
     def _claim_for(self, command: Command, estates: Estates | None) -> Claim | None:
         """The claim that carries a command out; None when it should not be, by what has happened in the meantime."""
-        partition = command.partition
         if isinstance(command, Give):
-            assert estates
-            return self._given(command, estates)
-        claim = self._claims.claims[partition]
-        if isinstance(command, BeginMove):
-            assert estates
-            prepares = bool(command.next) and self._parts.policy.overlap
-            self._begun_s[partition] = clock()
-            return self._claims.changed(
-                partition,
-                state="preparing" if prepares else "moving",
-                next=command.next,
-                reason=command.reason,
-                cause=command.cause,
-                awaits=self._next_version(command.next if prepares else claim.owner),
-                position=estates.position(partition),
-                stream_created=estates.stream_created,
-            )
-        if isinstance(command, Free):
-            assert estates
-            return self._claims.changed(
-                partition,
-                owner="",
-                next="",
-                home="",
-                state="free",
-                awaits=0,
-                position=estates.position(partition),
-                stream_created=estates.stream_created,
-                reason=command.reason,
-                cause=command.cause,
-            )
-        if isinstance(command, Keep):
-            _log.warning("a move was called off", partition=partition, next=claim.next, reason=command.reason)
-            return self._claims.changed(
-                partition, state="owned", next="", awaits=0, reason=command.reason, cause=command.cause
-            )
-        return self._claims.changed(partition, state="moving", awaits=self._next_version(claim.owner))
-
-    def _given(self, give: Give, estates: Estates) -> Claim | None:
-        partition, members = give.partition, self._membership.members
-        # Whoever ordered that it rests may already have seen that nobody has it, and counts on that.
-        if give.owner not in members or partition in self._orders.resting:
-            return None
-        found = self._claims.claims.get(partition)
-        owner = members.get(found.owner) if found else None
-        planned = bool(found and owner and found.state == "moving" and owner.incarnation == found.incarnation)
-        moved = found is not None and found.owner not in {"", give.owner}
-        if planned and moved and partition in self._begun_s:
-            self._took_s[partition] = took_s = clock() - self._begun_s.pop(partition)
-            self._parts.metrics.move_duration.observe(took_s)
-        self._parts.metrics.claims_given.inc("moved" if moved else "kept" if found and found.owner else "new")
-        estate = estates.of(partition, planned=planned)
-        home = home_after(found, give.owner, [w for w, member in members.items() if member.guest])
-        incarnation = members[give.owner].incarnation
-        return self._claims.given(give.owner, incarnation, estate, reason=give.reason, cause=give.cause, home=home)
+            gone = command.owner not in self._membership.members
+            # Whoever ordered that it rests may already have seen that nobody has it, and counts on that.
+            if gone or command.partition in self._orders.resting:
+                return None
+        return self._moves.claim_for(command, estates)
 
     async def _write(self, claims: Mapping[str, Claim], *, last: bool) -> None:
         """Write claims, and after the last of them the assignments that follow from all claims."""
@@ -498,11 +398,8 @@ class Rebalancer:
         self._said = self._office.record  # it went with them
         if self._parts.history:
             by, now = self._office.record.holder, datetime.now(UTC)
-            self._parts.history.note(list(changes(before, claims, by=by, at=now, took_s=self._took_s)))
-        self._took_s.clear()
-
-    def _next_version(self, worker: str) -> int:
-        return self._assignments.next_version(worker, self._health.get(worker))
+            self._parts.history.note(list(changes(before, claims, by=by, at=now, took_s=self._moves.took_s)))
+        self._moves.written()
 
 
 def _moves(health: HealthRecord) -> tuple[object, ...]:

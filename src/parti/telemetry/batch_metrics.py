@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from parti.errors import ConfigError
-from parti.telemetry.metrics import Instrument
+from parti.telemetry.instruments import Instrument
 
 
 class BatchGauge(Instrument):

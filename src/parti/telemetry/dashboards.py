@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from parti.core import slo
 from parti.telemetry.alerts import FLEET
-from parti.telemetry.metrics import Counter, Instrument, LabelledCounter
+from parti.telemetry.instruments import Counter, Instrument, LabelledCounter
 from parti.telemetry.objectives import BAD, BUDGET, TAIL
 from parti.telemetry.queries import BATCH, METRICS, count, increase, largest, quantile, rate, series, total
 

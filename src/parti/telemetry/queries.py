@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from parti.telemetry.batch_metrics import BatchMetrics
-from parti.telemetry.metrics import Histogram, Instrument, LabelledCounter, Metrics, StateGauge
+from parti.telemetry.instruments import Histogram, Instrument, LabelledCounter, StateGauge
+from parti.telemetry.metrics import Metrics
 
 METRICS: Final = Metrics("declared", per_partition=True)
 BATCH: Final = BatchMetrics()

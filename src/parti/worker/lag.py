@@ -7,7 +7,7 @@ import asyncio
 import structlog
 
 from parti.errors import PartiError
-from parti.telemetry.metrics import Gauge
+from parti.telemetry.instruments import Gauge
 from parti.worker.shards import Shards
 
 _log = structlog.get_logger("parti.lag")
