@@ -31,6 +31,14 @@ def test_phases_lead_from_planned_to_cleaned_and_back_from_everywhere() -> None:
     assert {next_phase(each, "", "rollback") for each in TABLE} == {"planned"}
 
 
+def test_a_migration_can_be_abandoned_from_everywhere_and_begun_again() -> None:
+    assert {next_phase(each, "", "abandon") for each in TABLE} == {"abandoned"}
+    assert next_phase("validated", "switch", "abandon") == "abandoned"
+    assert next_phase("abandoned", "", "shadow") == "shadow"
+    with pytest.raises(ConfigError, match="'parti migrate run --abandon'"):
+        next_phase("shadow", "abandon", "validate")
+
+
 @pytest.mark.parametrize("phase", TABLE)
 @pytest.mark.parametrize("action", ACTIONS)
 def test_what_is_not_in_the_table_is_refused_with_what_is_expected(phase: Phase, action: Action) -> None:

@@ -144,7 +144,7 @@ def _orders(situation: Situation, row: Row) -> Iterator[str]:
     if name in orders.paused:
         yield f"paused: nobody is to handle it, until 'parti resume {name}'"
     if name in orders.withheld:
-        yield "withheld: an older consumer handles it, until 'parti migrate run --phase switch'"
+        yield "withheld: an older consumer handles it, until 'parti migrate run --phase switch' or '--abandon'"
     if worker := orders.placed.get(name):
         gone = "" if worker in situation.records.members else ", which is not here at the moment"
         yield f"placed on {worker}{gone}, until 'parti move {name} --auto'"

@@ -7,6 +7,7 @@ import getpass
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -91,11 +92,19 @@ def run_(
     ] = None,
     phase: PhaseOption = None,
     rollback: Annotated[bool, typer.Option("--rollback", help="Give everything back to the old consumers.")] = False,
+    abandon: Annotated[
+        bool, typer.Option("--abandon", help="End it where it stands: nothing is kept from the fleet any more.")
+    ] = False,
     consumers: ConsumersOption = None,
     list_: ListOption = None,
     workers: WorkersOption = 25,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before consumers are deleted.")] = False,
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes", "-y", help="Do not ask before consumers are deleted, or messages may be handled twice."
+        ),
+    ] = False,
     at_once: Annotated[
         int | None,
         typer.Option(
@@ -133,13 +142,13 @@ def run_(
     nats: NatsOption = None,
     bucket: BucketOption = None,
 ) -> None:
-    """Do one phase of a migration, or take everything back.
+    """Do one phase of a migration, take everything back, or end it where it stands.
 
-    Phases follow one another: shadow, validate, switch, cleanup; --rollback is possible after each. What was killed
-    goes on where it stopped, with the same command. How much lag and how many repeats validate bears are settings.
-    Exit codes: 0 done, 1 not all of it, or there is a difference, 2 refused, and nothing was changed.
+    Phases follow one another: shadow, validate, switch, cleanup; --rollback and --abandon are possible after each.
+    What was killed goes on where it stopped, with the same command. How much lag and how many repeats validate bears
+    are settings. Exit codes: 0 done, 1 not all of it, or there is a difference, 2 refused, and nothing was changed.
     """
-    action = _action(phase, rollback=rollback)
+    action = _action(phase, rollback=rollback, abandon=abandon)
     if action == "shadow":
         if target is None:
             raise ConfigError(
@@ -164,8 +173,8 @@ def run_(
             return await (migrator.foresee_shadow(wish) if wish else migrator.foresee(action, manner))
         if wish:
             return await migrator.shadow(wish)
-        await _confirm(migrator, action, manner, yes=yes)
-        return await migrator.run(action, manner)
+        confirmed = await _confirm(migrator, action, manner, yes=yes)
+        return await migrator.run(action, replace(manner, confirmed=confirmed))
 
     try:
         with Bar(quiet=quiet) as bar:
@@ -216,10 +225,12 @@ def status(
 # ── the question ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _action(phase: str | None, *, rollback: bool) -> Action:
-    if rollback == (phase is not None):
-        raise ConfigError("say what to do: --phase shadow, validate, switch or cleanup, or --rollback; one of them")
-    return "rollback" if rollback else phase  # type: ignore[return-value]
+def _action(phase: str | None, *, rollback: bool, abandon: bool) -> Action:
+    if rollback + abandon + (phase is not None) != 1:
+        raise ConfigError(
+            "say what to do: --phase shadow, validate, switch or cleanup, --rollback or --abandon; one of them"
+        )
+    return "rollback" if rollback else "abandon" if abandon else phase  # type: ignore[return-value]
 
 
 def _wish(
@@ -242,18 +253,22 @@ def _naming(consumers: str | None, path: Path | None) -> Naming:
         raise ConfigError(f"--list {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-async def _confirm(migrator: Migrator, action: Action, manner: Manner, *, yes: bool) -> None:
-    """Ask before old consumers are deleted; raises `ConfigError` where nobody can be asked."""
+async def _confirm(migrator: Migrator, action: Action, manner: Manner, *, yes: bool) -> bool:
+    """Ask before old consumers are deleted, or messages may be handled twice; whether somebody said yes.
+
+    Raises `ConfigError` where nobody can be asked.
+    """
     record, _ = await migrator.check(action)
     assert record
     deletes = action == "cleanup" or (action == "switch" and record.retention == WORK_QUEUE.name)
-    if yes or not deletes:
-        return
+    if yes or not (deletes or (action == "abandon" and (await migrator.foresee_abandonment()).doubts)):
+        return yes
     would = (await migrator.foresee(action, manner)).removeprefix("would ")
     if not sys.stdin.isatty():
         raise ConfigError(f"this would {would}; say --yes if that is meant")
     if not await asyncio.to_thread(typer.confirm, f"This will {would}. Go on?"):
         raise ConfigError("nothing was done")
+    return True
 
 
 async def _in_bucket(

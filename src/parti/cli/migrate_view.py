@@ -273,6 +273,9 @@ def print_status(
     head.add_row("partitions", Text(f"{len(desk.old):,}: {shares}"))
     deleted = sum(old.removed for old in desk.old.values())
     head.add_row("old consumers", Text(f"{sum(bool(o.consumer) for o in desk.old.values()):,}, {deleted:,} deleted"))
+    if withheld := situation.orders.withheld:
+        until = "until they are switched, or 'parti migrate run --abandon'"
+        head.add_row("withheld", Text(f"{count(len(withheld), 'partition')}, {until}"))
     workers = sum(1 for member in situation.records.members.values() if not member.guest)
     head.add_row("fleet", Text(count(workers, "worker")))
     console.print(head)
@@ -309,6 +312,7 @@ def status_json(bucket: str, desk: MigrationDesk, situation: Situation, *, every
         "phase": record.phase,
         "doing": record.doing,
         "partitions": {who: held.get(who, 0) for who in _WHO},
+        "withheld": len(situation.orders.withheld),
         "workers": sum(1 for member in situation.records.members.values() if not member.guest),
         "notes": [
             {"action": n.action, "at": timestamp(n.at), "by": n.by, "phase": n.phase, "text": n.text}

@@ -201,11 +201,15 @@ class MigrationDesk:
         written = msgspec.structs.replace(known, behind=known.behind | behind)
         return Write(key, encode_progress(written), entry.revision if entry else 0)
 
+    async def orders(self) -> tuple[Orders, int]:
+        """The orders that stand, and their revision; 0: there have never been any."""
+        entry = await self._plane.bucket.get(ORDERS)
+        return (orders_in(entry), entry.revision) if entry else (Orders(), 0)
+
     async def change_orders(self, change: Callable[[Orders], Orders]) -> int:
         """Change the orders of the fleet, under the lease; returns the revision of what stands then."""
         for _ in range(_TRIES):
-            entry = await self._plane.bucket.get(ORDERS)
-            before, revision = (orders_in(entry), entry.revision) if entry else (Orders(), 0)
+            before, revision = await self.orders()
             after = change(before)
             if after == before:
                 return revision

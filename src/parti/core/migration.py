@@ -4,6 +4,8 @@
        ^                   │                     │                    │                     │
        └───────────────────┴──────rollback───────┴────────────────────┴─────────────────────┘
 
+    any ──abandon──> abandoned ──shadow──> shadow, or ──rollback──> planned
+
 Each action can be done again: it goes on where it stopped. What was begun and has not ended has to be ended, or taken
 back, before anything else is done.
 """
@@ -12,38 +14,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
 from parti.errors import ConfigError
 from parti.model.migration import Action, Phase
 
+_STEPS: Mapping[Phase, Mapping[Action, Phase]] = {
+    "planned": {"shadow": "shadow"},
+    "shadow": {"shadow": "shadow", "validate": "validated"},
+    "validated": {"shadow": "shadow", "validate": "validated", "switch": "switched"},
+    "switched": {"switch": "switched", "validate": "switched", "cleanup": "cleaned"},
+    "cleaned": {"validate": "cleaned", "cleanup": "cleaned"},
+    "abandoned": {"shadow": "shadow"},
+}
 TABLE: Mapping[Phase, Mapping[Action, Phase]] = {
-    "planned": {"shadow": "shadow", "rollback": "planned"},
-    "shadow": {"shadow": "shadow", "validate": "validated", "rollback": "planned"},
-    "validated": {"shadow": "shadow", "validate": "validated", "switch": "switched", "rollback": "planned"},
-    "switched": {"switch": "switched", "validate": "switched", "cleanup": "cleaned", "rollback": "planned"},
-    "cleaned": {"validate": "cleaned", "cleanup": "cleaned", "rollback": "planned"},
+    phase: {**steps, "rollback": "planned", "abandon": "abandoned"} for phase, steps in _STEPS.items()
 }
 """Where an action leads, by where the migration stands."""
 ACTIONS: tuple[Action, ...] = get_args(Action)
+_ALWAYS: tuple[Action, ...] = ("rollback", "abandon")
+"""Possible in every phase, whatever was begun."""
+FOREVER = datetime(2200, 1, 1, tzinfo=UTC)
+"""Until when an old consumer is paused whose partition the fleet has."""
 
 
 def next_phase(phase: Phase, doing: Action | Literal[""], action: Action) -> Phase:
     """Where an action leads to; raises `ConfigError` when it is not its turn."""
-    if doing and action not in {doing, "rollback"}:
+    if doing and action not in {doing, *_ALWAYS}:
         raise ConfigError(
             f"'{doing}' was begun and has not ended; end it with {_command(doing)}, or take everything back with "
             f"{_command('rollback')}"
         )
     found = TABLE[phase].get(action)
     if found is None:
-        turn = " or ".join(_command(a) for a in TABLE[phase] if a != "rollback")
+        turn = " or ".join(_command(a) for a in _STEPS[phase])
         raise ConfigError(f"the migration is {_said(phase)}, so it is not the time for '{action}'; expected {turn}")
     return found
 
 
 def _command(action: Action) -> str:
-    return f"'parti migrate run --{'' if action == 'rollback' else 'phase '}{action}'"
+    return f"'parti migrate run --{'' if action in _ALWAYS else 'phase '}{action}'"
 
 
 def _said(phase: Phase) -> str:
@@ -73,6 +84,12 @@ class ConsumerState:
     def lag_msgs(self) -> int:
         """Messages that it has not finished."""
         return self.pending + self.ack_pending
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it delivers nothing until somebody resumes it: a pause for a while ends by itself."""
+        until = self.config.get("pause_until")
+        return self.paused and bool(until) and datetime.fromisoformat(str(until)) >= FOREVER
 
     @property
     def gave_up(self) -> bool:

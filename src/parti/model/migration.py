@@ -19,8 +19,8 @@ import msgspec
 OLD_CONSUMERS = "old.consumers"
 """In the place of a worker id: who finished what is below the positions of switched partitions."""
 
-Phase = Literal["planned", "shadow", "validated", "switched", "cleaned"]
-Action = Literal["shadow", "validate", "switch", "cleanup", "rollback"]
+Phase = Literal["planned", "shadow", "validated", "switched", "cleaned", "abandoned"]
+Action = Literal["shadow", "validate", "switch", "cleanup", "rollback", "abandon"]
 Holder = Literal["old", "both", "fleet"]
 """Who handles a partition: the consumer of its own, the fleet, or, in dual mode, both."""
 
@@ -69,7 +69,8 @@ class OldConsumer(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     """As the server had it, for the way back."""
     holder: Holder = "old"
     position: int = 0
-    """Where the fleet began: the old consumer has finished everything below; 0 where nobody needs to know."""
+    """The old consumer has finished everything below: by its ack floor in the shadow phase, then where the fleet
+    began; 0 where nobody needs to know."""
     removed: bool = False
     """The old consumer is deleted."""
     at: datetime | None = None

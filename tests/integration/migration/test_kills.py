@@ -106,6 +106,45 @@ async def test_a_migration_that_is_killed_at_every_point_of_every_phase(
     await _killed_everywhere(make_scene, retention, monkeypatch, dict(PHASES))
 
 
+@pytest.mark.parametrize("point", [(*DESK, "save", 2), (*DESK, "change_orders", 1), (*DESK, "end", 1)])
+async def test_an_abandonment_that_is_killed_between_its_writes_goes_on_and_repeats_nothing(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch, point: Point
+) -> None:
+    monkeypatch.setattr(migration_desk, "_TTL_S", TTL_S)
+    scene = await make_scene(3)
+    async with scene.old_worker():
+        await scene.publish(2)
+        await scene.settles()
+        await scene.does(*scene.shadow)
+    async with scene.fleet():
+        await scene.publish(2)
+        assert not await _killed(scene, ("run", "--abandon", "--yes"), point)
+        await scene.does("run", "--abandon", "--yes")
+        await scene.settles()
+    record = await scene.record()
+    assert (record.phase, record.doing, (await scene.orders()).withheld) == ("abandoned", "", ())
+    scene.is_exact()
+
+
+async def test_a_switch_that_was_killed_can_be_abandoned_once_its_old_consumers_are_stopped_for_good(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a question: what they have finished is known, and nobody is given more."""
+    monkeypatch.setattr(migration_desk, "_TTL_S", TTL_S)
+    scene = await make_scene(3)
+    async with scene.old_worker():
+        await scene.publish(2)
+        await scene.settles()
+        await scene.does(*scene.shadow)
+        async with scene.fleet():
+            await scene.does("run", "--phase", "validate", "--windows", "1", "--window", "0.3")
+            assert not await _killed(scene, ("run", "--phase", "switch", "--at-once", "8"), (*DESK, "save", 2))
+            await scene.publish(2)
+            assert (await scene.does("run", "--abandon"))["phase"] == "abandoned"
+            await scene.settles()
+    scene.is_exact()
+
+
 async def _killed_everywhere(
     make_scene: MakeScene, retention: str, monkeypatch: pytest.MonkeyPatch, points: Mapping[str, Sequence[Point]]
 ) -> None:

@@ -28,11 +28,15 @@ REFUSED = [
     (("run", "--phase", "shadow"), "needs MODULE:APP"),
     (("run",), "say what to do"),
     (("run", "--phase", "switch", "--rollback"), "say what to do"),
+    (("run", "--abandon", "--rollback"), "say what to do"),
+    (("run", "--abandon", "--phase", "cleanup"), "say what to do"),
     (("run", "--phase", "nonsense"), "nonsense"),
     (("run", "{module}", "--phase", "switch"), "leave out MODULE:APP"),
+    (("run", "{module}", "--abandon"), "leave out MODULE:APP"),
     (("run", "--phase", "validate"), "bucket"),
     (("run", "--phase", "cleanup", "--yes"), "bucket"),
     (("run", "--rollback"), "bucket"),
+    (("run", "--abandon", "--yes"), "bucket"),
     (("status",), "bucket"),
 ]
 

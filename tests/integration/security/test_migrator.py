@@ -108,5 +108,6 @@ async def _there_and_back(server: Server, root: JetStreamApi, capsys: pytest.Cap
             load.cancel()
             await types("run", "--phase", "cleanup", "--yes")
             await types("status")
+            await types("run", "--abandon")
             await types("run", "--rollback")
     assert {info.name for info in await root.consumers(ORDERS.stream)} >= {f"old-{name}" for name in PARTITIONS}

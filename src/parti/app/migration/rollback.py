@@ -17,10 +17,10 @@ from datetime import UTC, datetime
 import msgspec
 
 from parti.app.migration.shadow import remove_shadows
-from parti.app.migration.site import FOREVER, Site, for_each, in_portions
+from parti.app.migration.site import Site, for_each, in_portions
 from parti.app.migration.switch import Pace, gone, with_withheld
 from parti.coordination.orders import obstacle
-from parti.core.migration import is_reset, restored_config
+from parti.core.migration import FOREVER, is_reset, restored_config
 from parti.core.retention import INTEREST, WORK_QUEUE
 from parti.errors import ApiError
 from parti.model.migration import OldConsumer

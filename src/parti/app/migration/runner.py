@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from parti.app.migration.abandon import abandon, foresee_abandonment
 from parti.app.migration.cleanup import check_clean_up, clean_up
 from parti.app.migration.rollback import Rollback
 from parti.app.migration.shadow import has_shadows, make_shadows, share
 from parti.app.migration.shadow_ledger import ShadowLedger
-from parti.app.migration.site import Site, Told, silent, watching
+from parti.app.migration.site import FleetEye, Site, Told, silent, watching
 from parti.app.migration.survey import Survey, records_of, survey
 from parti.app.migration.switch import Pace, Switch, with_withheld
 from parti.app.migration.validate import Parity
@@ -21,6 +22,7 @@ from parti.app.worker import Job
 from parti.config import Settings
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.migration_desk import MigrationDesk
+from parti.core.abandonment import Abandonment
 from parti.core.migration import next_phase
 from parti.core.migration_plan import Naming
 from parti.core.parity import Slo, Watchman, Window
@@ -49,6 +51,8 @@ class Manner:
     slo: Slo = field(default_factory=Slo)
     ledger: ShadowLedger | None = None
     """Where what the shadow consumers were given is recorded, for an audit."""
+    confirmed: bool = False
+    """Whoever abandons it knows that messages may be handled twice."""
 
 
 @dataclass(slots=True)
@@ -94,7 +98,7 @@ class Migrator:
     async def look(self, wish: Wish) -> Survey:
         """Match consumers and partitions; nothing is changed."""
         record = await self.desk.load()
-        begun = record is not None and (record.phase != "planned" or record.doing != "")
+        begun = record is not None and (record.phase not in {"planned", "abandoned"} or record.doing != "")
         return await survey(
             self._plane.connection, wish.settings, wish.job, wish.naming, workers=wish.workers, begun=begun
         )
@@ -104,8 +108,9 @@ class Migrator:
         began_s = time.monotonic()
         _, phase = await self.check("shadow")
         async with self.desk.held(), watching(self._plane) as eye:
-            _, phase = await self.check("shadow")
-            if any(old.holder != "old" for old in self.desk.old.values()):
+            known, phase = await self.check("shadow")
+            left_behind = known is not None and known.phase == "abandoned"
+            if not left_behind and any(old.holder != "old" for old in self.desk.old.values()):
                 raise ConfigError("some partitions are with the fleet; finish the switch, or roll back first")
             surveyed = await self.look(wish)
             names = [*(m.partition.id for m in surveyed.plan.matches), *(p.id for p in surveyed.plan.uncovered)]
@@ -129,7 +134,7 @@ class Migrator:
     # ── the others ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self, action: Action, manner: Manner) -> Result:
-        """Validate, switch, clean up or roll back."""
+        """Validate, switch, clean up, roll back or abandon."""
         began_s = time.monotonic()
         await self.check(action)
         async with self.desk.held(), watching(self._plane) as eye:
@@ -141,6 +146,7 @@ class Migrator:
                 "switch": self._switch,
                 "cleanup": self._clean_up,
                 "rollback": self._roll_back,
+                "abandon": self._abandon,
             }[action]
             result = await do(site, phase, manner)
             return replace(result, took_s=time.monotonic() - began_s)
@@ -230,6 +236,14 @@ class Migrator:
             "rollback", text, self.desk.migration.phase, not outcome.left, outcome.left, rests_s=outcome.rests_s
         )
 
+    async def _abandon(self, site: Site, phase: Phase, manner: Manner) -> Result:
+        found = await foresee_abandonment(site)
+        found.check(confirmed=manner.confirmed)
+        await self.desk.begin("abandon")
+        await abandon(site, found)
+        await self.desk.end("abandon", phase, found.said)
+        return Result("abandon", found.said, phase)
+
     # ── foreseeing ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def foresee(self, action: Action, manner: Manner) -> str:
@@ -238,6 +252,8 @@ class Migrator:
         assert record
         held = Counter(old.holder for old in self.desk.old.values())
         olds = list(self.desk.old.values())
+        if action == "abandon":
+            return f"would {(await self.foresee_abandonment()).foreseen}"
         if action == "validate":
             return f"would compare {manner.windows} windows of {manner.window_s:g} s"
         if action == "switch":
@@ -251,6 +267,13 @@ class Migrator:
         anew = sum(1 for old in olds if old.removed and old.holder == "fleet")
         back = len(olds) - held["old"]
         return f"would give {back:,} partitions back to their old consumers, {anew:,} of them made anew"
+
+    async def foresee_abandonment(self) -> Abandonment:
+        """What an end where it stands comes to; raises `ConfigError` where it cannot be at all."""
+        await self.check("abandon")
+        found = await foresee_abandonment(Site(self._plane, self.desk, FleetEye()))
+        found.check(confirmed=True)
+        return found
 
     async def foresee_shadow(self, wish: Wish) -> str:
         """The same for the first phase."""

@@ -13,15 +13,13 @@ from typing import TypeVar
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.migration_desk import MigrationDesk
 from parti.coordination.orders import Situation, watch_situation
-from parti.core.migration import ConsumerState
+from parti.core.migration import FOREVER, ConsumerState
 from parti.errors import ConfigError, ControlPlaneReset, NotFound
 from parti.jetstream.api import ConsumerInfo, JetStreamApi
 from parti.jetstream.kv import Entry
 from parti.model.fleet import Claim, Orders
 from parti.model.migration import OldConsumer
 
-FOREVER = datetime(2200, 1, 1, tzinfo=UTC)
-"""Until when an old consumer is paused whose partition the fleet has."""
 _REQUESTS_AT_ONCE = 64
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -91,11 +89,17 @@ class Site:
     async def check_stream(self) -> None:
         """Raise `ConfigError` when the stream is not the one that the records speak of."""
         record = self.desk.migration
-        info = await self.api.stream_info(record.stream)
+        try:
+            info = await self.api.stream_info(record.stream)
+        except NotFound:
+            raise ConfigError(
+                f"the stream {record.stream!r} does not exist any more; 'parti migrate run --abandon' ends the "
+                f"migration"
+            ) from None
         if info.created != record.stream_created:
             raise ConfigError(
                 f"the stream {record.stream!r} was made anew at {info.created}, so nothing that this migration knows "
-                f"holds; begin again with 'parti migrate run --phase shadow'"
+                f"holds; begin again with 'parti migrate run --phase shadow', or end it with --abandon"
             )
 
 

@@ -98,6 +98,7 @@ def records_of(
             subject=match.partition.subject,
             consumer=match.consumer.name,
             config=dict(match.consumer.config),
+            position=match.consumer.ack_floor + 1,
         )
         for match in plan.matches
     ]
