@@ -380,7 +380,8 @@ async def test_two_solo_workers_with_one_id_are_told_apart_by_a_health_signal(
         for worker in workers:
             worker.health.on_change(lambda health: said.extend(health.reasons.values()))
         publisher = SteadyPublisher(nats_server.url, count, lambda n: f"{stream_name}.{PARTITIONS[n % 40]}")
-        publishing = asyncio.create_task(publisher.run(lambda n: n < max(map(len, journals)) + 400))
+        # Some messages come to the one, some to the other, some to both.
+        publishing = asyncio.create_task(publisher.run(lambda n: n < sum(map(len, journals)) + 400))
         try:
             await until(lambda: any("worker_id" in reason for reason in said), 20)
             await asyncio.wait_for(publishing, 25)
