@@ -54,8 +54,8 @@ import sys
 from parti.app.signals import LEAVE, leave_event
 
 
-def leave_now():
-    print("now", flush=True)
+def leave_now(number):
+    print("now", number.name, flush=True)
     if not {stubborn}:
         raise KeyboardInterrupt
 
@@ -65,7 +65,7 @@ try:
     with leave_event(leave_now) as asked:
         print("ready", flush=True)
         asked.wait()
-        print("leave", flush=True)
+        print("leave", asked.number.name, flush=True)
         sys.stdin.readline()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
@@ -179,18 +179,18 @@ def test_each_signal_after_the_first_is_an_order(whose: str) -> None:
 def test_without_an_event_loop_an_order_interrupts_what_runs(number: signal.Signals) -> None:
     with child(BLOCK.format(stubborn=False)) as process:
         process.gets(number)
-        assert process.reads() == "leave"
+        assert process.reads() == f"leave {number.name}"
         process.gets(number)
-        assert [process.reads() for _ in range(3)] == ["now", "interrupted", "as before"]
+        assert [process.reads() for _ in range(3)] == [f"now {number.name}", "interrupted", "as before"]
         assert process.ends() == 0
 
 
 def test_without_an_event_loop_an_order_may_be_of_no_effect() -> None:
     with child(BLOCK.format(stubborn=True)) as process:
         process.gets(SIGTERM)
-        assert process.reads() == "leave"
+        assert process.reads() == "leave SIGTERM"
         process.gets(SIGINT)
-        assert process.reads() == "now"
+        assert process.reads() == "now SIGINT"
         process.told("go on")
         assert process.reads() == "as before"
         assert process.ends() == 0

@@ -36,21 +36,32 @@ def on_leave_signals(leave: Callable[[signal.Signals], None], leave_now: Callabl
         loop.add_signal_handler(number, hear, number)
 
 
+class Asked(threading.Event):
+    """Set when the process was asked to leave; knows by which signal."""
+
+    number: signal.Signals | None = None
+    """The first signal that came."""
+
+
 @contextmanager
-def leave_event(leave_now: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
+def leave_event(leave_now: Callable[[signal.Signals], None] = lambda number: None) -> Iterator[Asked]:
     """The same for code without an event loop, for the length of a block: the first signal sets the event.
 
     `leave_now` is called for each one after it, in the main thread, in the middle of whatever runs there: what it
-    raises comes out there. The handlers that were in place before are put back.
+    raises comes out there. The handlers that were in place before are put back. In another thread than the main one,
+    which Python lets hear no signals, the event is never set.
     """
-    asked = threading.Event()
+    asked = Asked()
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            leave_now()
+        if asked.number is not None:
+            leave_now(signal.Signals(number))
+            return
+        asked.number = signal.Signals(number)
         asked.set()
 
-    before = {number: signal.signal(number, hear) for number in LEAVE}
+    heard = LEAVE if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, hear) for number in heard}
     try:
         yield asked
     finally:

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Never
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.text import Text
 from parti.app.signals import leave_event
 from parti.cli.control import count, open_console, print_json, span
 from parti.cli.options import JsonOption, NatsOption
+from parti.cli.spark_exit import exit_with_spark
 from parti.config import Settings, load_settings
 from parti.errors import ConfigError, PartiError, PipelineFailed
 from parti.jetstream.target import Target
@@ -57,7 +58,9 @@ def run_(
     """Take what is new in the stream into the tables of the lake.
 
     Everything is checked before Spark is started. It may be killed at any moment: the next run goes on where it was,
-    with each message once. Exit codes: 0 done, 1 a step failed later, 2 settings, server or stream are not all right.
+    with each message once. SIGTERM or Ctrl-C stops it as soon as Spark allows, a second one at once. Exit codes: 0
+    done, or stopped with --every, 1 a step failed later, or stopped without --every, 2 settings, server or stream are
+    not all right.
     """
     if once and every is not None:
         raise ConfigError("--once and --every exclude each other; give one of them")
@@ -66,16 +69,19 @@ def run_(
     stages = _stages(stage, settings, own)
     plan = make_plan(settings, own, stages)
     shown = Progress(open_console(), settings)
-    with leave_event(_interrupt) as stop:
+    with leave_event(exit_with_spark) as asked:
         try:
             with shown:
-                run(plan, master=master, every_s=every_s, stop=stop, report=shown.take, say=shown.say)
+                done = run(plan, master=master, every_s=every_s, stop=asked, report=shown.take, say=shown.say)
         except PipelineFailed as error:
             typer.echo(f"parti: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(1) from None
-    shown.conclude(plan.stages)
-    if stop.is_set() and every_s is None:
-        raise typer.Exit(130)
+    shown.conclude(plan.stages, done=done)
+    if not done:
+        assert asked.number is not None
+        tables = ", ".join(plan.stages)
+        typer.echo(f"parti: {asked.number.name} stopped {tables}; the same command goes on where it was", err=True)
+        raise typer.Exit(0 if every_s is not None else 1)
 
 
 @app.command()
@@ -181,10 +187,6 @@ def _write_metrics(stream: str, rows: list[TableStatus], path: Path) -> None:
     found.write(path)
 
 
-def _interrupt() -> Never:
-    raise KeyboardInterrupt
-
-
 # ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -246,12 +248,13 @@ class Progress:
                 soft_wrap=True,
             )
 
-    def conclude(self, stages: tuple[str, ...]) -> None:
-        """Say what was done in all."""
+    def conclude(self, stages: tuple[str, ...], *, done: bool) -> None:
+        """Say what was done in all; unless all is done, nothing of tables that got no further."""
         for stage in stages:
             line = self._lines.get(stage)
             if line is None:
-                self._console.print(f"{stage}: nothing new")
+                if done:
+                    self._console.print(f"{stage}: nothing new")
                 continue
             rate = line.rows / line.seconds if line.seconds else 0.0
             refused = ", ".join(f"{n:,} {name}" for name, n in line.counts.items() if n and name != "read")
@@ -261,7 +264,8 @@ class Progress:
                 f"{f' ({refused})' if refused else ''}",
                 soft_wrap=True,
             )
-        self._console.print(f"Done in {span(time.monotonic() - self._started_s)}.", style="green")
+        if done:
+            self._console.print(f"Done in {span(time.monotonic() - self._started_s)}.", style="green")
 
     def _draw(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")

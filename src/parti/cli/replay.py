@@ -20,9 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from parti.app.app import App
 from parti.app.replay import Outcome, Replay, Request, Rounds, Standing
-from parti.app.signals import exit_at_once, on_leave_signals
+from parti.app.signals import on_leave_signals
 from parti.cli.control import count, listed, open_console, print_json, span
 from parti.cli.options import BucketOption, JsonOption, NatsOption
+from parti.cli.spark_exit import exit_with_spark
 from parti.cli.worker import load_app
 from parti.config import load_settings
 from parti.errors import ConfigError, ReplayFailed
@@ -128,7 +129,7 @@ async def _run(replay: Replay, open_rounds: Callable[[], Rounds]) -> Outcome:
         typer.echo("parti: ending: running handlers finish, and the partitions go back", err=True)
         replay.stop()
 
-    on_leave_signals(leave, exit_at_once)
+    on_leave_signals(leave, exit_with_spark)
     return await replay.run(open_rounds)
 
 

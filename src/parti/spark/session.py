@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,6 +20,7 @@ from parti.spark.java import Java, find_java
 from parti.spark.shipping import pack
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
 _LOG_CONFIG = Path(__file__).with_name("log4j2.properties")
@@ -60,6 +63,8 @@ def local_session(app_name: str, *, cores: int = 2, conf: Mapping[str, str] | No
     """Run a SparkSession on a JVM of its own; end the JVM and delete its files on the way out.
 
     `conf` is added last and wins. Starting takes seconds, so share one session between jobs where you can.
+    A SIGTERM that reaches the JVM too, as one to a process group does, is left to this process to act upon; so is
+    SIGINT, and a handler that this process has for it stays.
     Raises ConfigError if Java or the `spark` extra is missing, or if this process already runs Spark.
 
         with local_session("count") as spark:
@@ -77,7 +82,7 @@ def _own_jvm(
         raise ConfigError("pyspark is not installed, Spark sessions need it; install the extra: parti[spark]")
     java = find_java()
 
-    from pyspark import SparkContext  # noqa: PLC0415 - costs a second and needs the `spark` extra
+    from pyspark import SparkConf, SparkContext  # noqa: PLC0415 - costs a second and needs the `spark` extra
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     if SparkContext._gateway is not None:
@@ -87,11 +92,15 @@ def _own_jvm(
         )
     with tempfile.TemporaryDirectory(prefix="parti-spark-") as directory:
         modules = pack(Path(directory)) if ship else None
+        wanted = {**_settings(Path(directory)), **settings, **conf}
         builder = SparkSession.builder.master(master).appName(app_name)
-        for key, value in {**_settings(Path(directory)), **settings, **conf}.items():
+        for key, value in wanted.items():
             builder = builder.config(key, value)
         try:
             with _launch_environment(java, settings, modules):
+                with _own_interrupt():
+                    context = SparkConf().setMaster(master).setAppName(app_name).setAll(list(wanted.items()))
+                    _ignore_sigterm(SparkContext.getOrCreate(context))
                 session = builder.getOrCreate()
             try:
                 if modules is not None:
@@ -194,6 +203,40 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextmanager
+def _own_interrupt() -> Iterator[None]:
+    """Keep the handler of SIGINT that somebody chose.
+
+    pyspark puts its own in place, which calls the JVM from within whatever call to the JVM it interrupts. Instead of
+    Python's it may stay: it ends the jobs, too.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        chosen = before is not None and before is not signal.default_int_handler
+        if chosen and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+def _ignore_sigterm(context: SparkContext) -> None:
+    """Let the JVM ignore SIGTERM, as pyspark lets it ignore SIGINT; it ends with this process in any case."""
+    assert context._jvm is not None
+    signals = context._jvm.sun.misc
+    signals.Signal.handle(signals.Signal("TERM"), signals.SignalHandler.SIG_IGN)
+
+
+def kill_jvm() -> None:
+    """Kill the JVM of this process, if it has one, for a process that ends at once.
+
+    Left to itself, it would notice a moment later, and say at length what was cut off.
+    """
+    context = sys.modules.get("pyspark.core.context")
+    gateway = context.SparkContext._gateway if context else None
+    if gateway is not None:
+        gateway.proc.kill()
 
 
 def _end_jvm() -> None:

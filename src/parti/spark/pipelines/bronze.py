@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parti.errors import ConfigError, PipelineFailed, SubjectMismatch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "_checkpoints"
 _POLL_S = 1
 _OURS = re.compile(r"parti\.errors\.\w+: (.+)")
+_CUT_OFF = re.compile(r"\w*Interrupt\w*Exception|SPARK_JOB_CANCELLED|Job \d+ cancelled")
 _LAST = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)\w*: (.+)", re.MULTILINE)
 
 
@@ -223,11 +225,25 @@ def start_query(
     every_s: float | None = None,
 ) -> StreamingQuery:
     """Start a query that hands each batch to a function."""
-    writer = messages.writeStream.foreachBatch(write).queryName(name)
+    writer = messages.writeStream.foreachBatch(partial(_write, write)).queryName(name)
     writer = writer.option("checkpointLocation", checkpoint)
     if every_s is None:
         return writer.trigger(availableNow=True).start()
     return writer.trigger(processingTime=f"{round(every_s * 1000)} milliseconds").start()
+
+
+def _write(write: Callable[[DataFrame, int], None], rows: DataFrame, batch: int) -> None:
+    """Write a batch; one that is cut off, because its query is stopped, tells so in a few words.
+
+    Spark 4.3 searches what a batch raises for signs of that, with a regular expression that runs out of stack over
+    the traceback of Java in there; the thread of the query then dies with a thousand lines on stderr.
+    """
+    try:
+        write(rows, batch)
+    except Exception as error:
+        if found := _CUT_OFF.search(str(error)):
+            raise InterruptedError(f"batch {batch} was cut off: {found[0]}") from None
+        raise
 
 
 def follow(query: StreamingQuery, stop: threading.Event, report: Report = say_nothing) -> int:

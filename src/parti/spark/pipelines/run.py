@@ -14,6 +14,7 @@ from parti.errors import ConfigError, PartiError
 from parti.jetstream.target import Target
 from parti.model.ledger import ledger_stream
 from parti.spark.gold_settings import GoldSettings
+from parti.spark.interruption import UntilAsked, interrupted_by
 from parti.spark.pipelines import bronze, silver
 from parti.spark.pipelines.bronze import Ingest
 from parti.spark.pipelines.compaction import compact_lake
@@ -89,22 +90,26 @@ def run(
     stop: threading.Event | None = None,
     report: Report = say_nothing,
     say: Say = lambda text: None,
-) -> None:
+) -> bool:
     """Run the stages of a plan once, or, with `every_s`, again and again until `stop` is set.
 
-    Raises ConfigError if the lake does not fit or somebody else writes to it, PipelineFailed if a step fails later.
+    `stop` ends either, in the middle of a batch: what is not committed is done by the next run. Returns whether it
+    came to its end before that. Raises ConfigError if the lake does not fit or somebody else writes to it,
+    PipelineFailed if a step fails later.
     """
-    stop = stop or threading.Event()
-    with writing(plan.settings.lake, plan.stages) as lock:
+    asked = stop or threading.Event()
+    with UntilAsked(asked), writing(plan.settings.lake, plan.stages) as lock:
         say("starting Spark")
-        with open_session("parti-pipeline", master) as spark:
+        with open_session("parti-pipeline", master) as spark, interrupted_by(asked, spark) as silent:
             for ingest in plan.ingests:
                 ingest.prepare(spark)
-            runner = _Runner(spark, plan, lock, stop, report, say)
+            runner = _Runner(spark, plan, lock, silent, report, say)
             if every_s is None:
                 runner.once()
             else:
                 runner.for_ever(every_s)
+            return not silent.is_set()
+    return False
 
 
 def compact(
