@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import pytest
 from tests.integration.conftest import Kit, Record, eventually
 from tests.integration.fleet import FLEET, PARTITIONS, Fleet, Journal, running
 
 import parti
-from parti.errors import ConfigError
+from parti.config import load_settings
+from parti.coordination.control_plane import agree
+from parti.embedded import Cluster
+from parti.errors import ConfigError, NotFound
+from parti.jetstream.api import JetStreamApi
+from parti.jetstream.connection import Connection
+from parti.jetstream.kv import Bucket
+from parti.model.fleet import FleetRecord
 
 
 async def test_a_worker_of_another_app_is_refused(kit: Kit, record: Record) -> None:
@@ -117,3 +127,51 @@ async def test_streams_that_a_fleet_could_only_serve_with_losses_are_refused(kit
     unordered = kit.app(lambda message: None, ["p0"], **{**FLEET, "ordered": False}).worker()
     with pytest.raises(ConfigError, match=r"interest retention.*set ordered=true"):
         await unordered.start()
+
+
+OURS = FleetRecord(prefix="p", stream="S", template="s.{p}", stream_created="now", first_seq=1)
+
+
+class Deaf(Bucket):
+    """A bucket that a node of a cluster has not heard of when it is written to for the first times."""
+
+    unheard = 3
+
+    async def put(self, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
+        name = self.name
+        self.name = f"{name}-unheard" if self.unheard > 0 else name
+        self.unheard -= 1
+        try:
+            return await super().put(key, value, revision=revision, ttl_s=ttl_s)
+        finally:
+            self.name = name
+
+
+async def test_a_bucket_that_was_just_made_is_listened_for(kit: Kit) -> None:
+    """On three nodes, two of 450 first writes met nobody, for up to 0.7 s."""
+    bucket = await Bucket.open(kit.api, f"b{kit.root}", replicas=1)
+    deaf = Deaf(kit.api, bucket.name)
+    assert await agree(deaf, OURS) == OURS
+    assert deaf.unheard == -1
+    assert await bucket.get("fleet")
+
+
+async def test_a_bucket_that_is_gone_is_not_waited_for(kit: Kit) -> None:
+    bucket = await Bucket.open(kit.api, f"b{kit.root}", replicas=1)
+    await kit.delete_stream(bucket.stream)
+    with pytest.raises(NotFound):
+        await asyncio.wait_for(agree(bucket, OURS), 2.0)
+
+
+async def test_new_nodes_of_a_cluster_agree_on_a_new_bucket(nats_cluster: Cluster, stream_name: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = []
+        for server in nats_cluster.servers:
+            connection = await Connection.open(load_settings({"nats": server.url}), name="founder")
+            stack.push_async_callback(connection.close)
+            nodes.append(JetStreamApi(connection))
+        for number in range(6):
+            name = f"{stream_name}-{number}"
+            await Bucket.open(nodes[number % 3], name, replicas=3)
+            found = await asyncio.gather(*(agree(Bucket(node, name), OURS) for node in nodes))
+            assert found == [OURS] * 3

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
-from parti.errors import ConfigError, ControlPlaneReset, NotFound, PartiError, WrongRevision
+from parti.errors import ConfigError, ControlPlaneReset, NotFound, PartiError, RequestTimeout, WrongRevision
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket, Entry
 from parti.jetstream.watch import Watch
 from parti.model.fleet import FleetRecord, decode, encode, name_of
+
+_HEARD_WITHIN_S = 12.0
+"""A bucket that was just made in a cluster may have no leader yet, or a node has not heard of its subjects. What was
+asked meanwhile is refused or, more often, never answered."""
+_LISTEN_AGAIN_S = 0.02
 
 
 class ControlPlane:
@@ -60,15 +66,25 @@ async def agree(bucket: Bucket, ours: FleetRecord) -> FleetRecord:
     """Return the record of this bucket's fleet, which is `ours` if there was none.
 
     Raises `ConfigError` when the bucket belongs to workers of another stream, template or prefix: they would take
-    each other's partitions.
+    each other's partitions. `NotFound`: it is gone. `RequestTimeout`: it is there, but has not answered for long.
     """
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + _HEARD_WITHIN_S
     while True:
-        entry = await bucket.get("fleet")
-        if entry and entry.value:
-            break
         try:
+            entry = await bucket.get("fleet")
+            if entry and entry.value:
+                break
             await bucket.put("fleet", encode(ours), revision=entry.revision if entry else 0)
         except WrongRevision:
+            continue
+        except (NotFound, RequestTimeout) as error:
+            # Whatever came of it, the next look tells.
+            if loop.time() >= deadline_s:
+                raise
+            if isinstance(error, NotFound):
+                await bucket.info()
+            await asyncio.sleep(_LISTEN_AGAIN_S)
             continue
         return ours
     found = decode(entry.value, FleetRecord)
