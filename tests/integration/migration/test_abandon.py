@@ -153,3 +153,25 @@ async def test_a_stream_that_is_gone_or_made_anew_ends_the_migration_without_a_q
     async with scene.old_worker():
         await scene.does(*scene.shadow)
     assert (await scene.orders()).withheld == tuple(scene.names)
+
+
+async def test_a_second_shadow_remembers_consumers_that_are_gone_by_then(make_scene: MakeScene) -> None:
+    """As one that nobody ever read, the partition would begin again with its oldest message, unasked."""
+    scene = await make_scene(3)
+    async with scene.old_worker():
+        await scene.publish(4)
+        await scene.settles()
+        await scene.does(*scene.shadow)
+    await scene.kit.api.delete_consumer(scene.kit.stream, "old-p1")
+    await scene.does(*scene.shadow)
+    async with scene.old_worker(["p0", "p2"]), scene.fleet():
+        await scene.type("run", "--phase", "validate", *QUICK)
+        assert "its consumer old-p1 is gone" in str(await scene.does("run", "--phase", "switch", code=1))
+        await scene.publish(1)
+
+        def with_the_fleet() -> set[str]:
+            return {partition for partition, calls in scene.handled.items() for _, by in calls if by == NEW}
+
+        await eventually(lambda: with_the_fleet() >= {"p0", "p2"})
+        assert with_the_fleet() == {"p0", "p2"}
+        assert "1 old consumer is gone (old-p1)" in await scene.is_refused(*ABANDON)

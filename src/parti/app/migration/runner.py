@@ -15,7 +15,7 @@ from parti.app.migration.rollback import Rollback
 from parti.app.migration.shadow import has_shadows, make_shadows, share
 from parti.app.migration.shadow_ledger import ShadowLedger
 from parti.app.migration.site import FleetEye, Site, Told, silent, watching
-from parti.app.migration.survey import Survey, records_of, survey
+from parti.app.migration.survey import Survey, records_of, remembered, survey
 from parti.app.migration.switch import Pace, Switch, with_withheld
 from parti.app.migration.validate import Parity
 from parti.app.worker import Job
@@ -118,6 +118,8 @@ class Migrator:
             record, olds = records_of(
                 surveyed, wish.settings, wish.job, wish.naming, workers=wish.workers, by_worker=shares
             )
+            if known is not None and known.stream_created == record.stream_created:
+                olds = remembered(olds, self.desk.old)
             notes = self.desk.record.notes if self.desk.record else ()
             await self.desk.found(msgspec.structs.replace(record, doing="shadow", notes=notes), olds)
             # First of all: from now on workers may be started, and will leave these alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from parti.app.migration.site import state_of
@@ -104,3 +104,13 @@ def records_of(
     ]
     unread = [OldConsumer(partition=p.id, subject=p.subject) for p in plan.uncovered]
     return record, [*read, *unread]
+
+
+def remembered(found: Iterable[OldConsumer], before: Mapping[str, OldConsumer]) -> list[OldConsumer]:
+    """The records of a survey, with what an earlier one knew of consumers that are gone now.
+
+    Otherwise their partitions would pass for ones that nobody ever read, and the fleet would begin with their oldest
+    messages.
+    """
+    known = {p: old for p, old in before.items() if old.consumer and old.holder == "old"}
+    return [known.get(old.partition, old) if not old.consumer else old for old in found]
