@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,7 +38,7 @@ from parti.worker.parking import Parking
 from parti.worker.progress import ProgressKeeper, ProgressStore
 from parti.worker.recording import RecordingLanes, RecordingUnorderedLanes
 from parti.worker.runners import Handler, make_runners
-from parti.worker.signs import Signs
+from parti.worker.signs import Signs, connect_probes
 from parti.worker.starts import Granted
 from parti.worker.state import StatefulHandler, StateKeeper
 from parti.worker.stateful import StatefulPartitions
@@ -51,8 +50,6 @@ _log = structlog.get_logger("parti.reader")
 
 SIGNALS = ("pull", "progress", "consumer-update", "ledger", "state")
 """What the names of health signals begin with that are about reading and storing."""
-_RATE_OVER_S = 0.5
-"""Shortest time that a rate is measured over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +107,6 @@ class Reader:
         self._consumer: WorkerConsumer | None = None
         self._hot: HotMirror | None = None
         self._backlog: BacklogReader | None = None
-        self._counted = (0, time.perf_counter())
-        self._rate = 0.0
         self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
         self._ledger = self._make_ledger()
         self._lanes = self._make_lanes()
@@ -238,7 +233,7 @@ class Reader:
         self._consumer = consumer
         if self._ledger:
             self._ledger.open(stream.created)
-        self._connect_probes(consumer)
+        connect_probes(ports.metrics, settings, self._lanes, consumer.shards, mirrored=self._hot is not None)
         try:
             if settings.ordered and ports.stream.retention == "limits":
                 limit = int(settings.backpressure * settings.max_ack_pending)
@@ -470,45 +465,9 @@ class Reader:
         if self._consumer:
             self._consumer.shards.refill()
 
-    def _connect_probes(self, consumer: WorkerConsumer) -> None:
-        lanes, shards, probe = self._lanes, consumer.shards, self._ports.metrics.set_probe
-        settings, metrics = self.settings, self._ports.metrics
-        pauses_at = int(settings.backpressure * settings.max_ack_pending)
-        metrics.subject_limit.value = settings.max_subjects * settings.consumer_shards
-        metrics.mirror_limit.value = settings.hot_mirror_max_bytes if self._hot else 0
-        probes: Mapping[str, Callable[[], float]] = {
-            "parti_consumer_inflight": lambda: lanes.held,
-            "parti_consumer_inflight_limit": lambda: pauses_at * len(shards.engines),
-            "parti_lane_depth": lambda: max(0, lanes.held - lanes.running),
-            "parti_lane_count": lambda: len(lanes.roster.lanes),
-            "parti_handler_running": lambda: lanes.running,
-            "parti_pull_healthy": lambda: float(shards.healthy),
-            "parti_pull_batch_size": lambda: max(engine.batch for engine in shards.engines),
-            "parti_pull_credit": lambda: sum(engine.credit for engine in shards.engines),
-        }
-        for name, function in probes.items():
-            probe(name, function)
-
     def report(self) -> dict[str, Any]:
         """What a heartbeat says of the reading side."""
-        metrics, (before, at_s) = self._ports.metrics, self._counted
-        now_s = time.perf_counter()
-        if now_s - at_s > _RATE_OVER_S:
-            self._rate = (self.finished - before) / (now_s - at_s)
-            self._counted = (self.finished, now_s)
-            self._signs.measure()
-        return {
-            "rate": round(self._rate, 1),
-            "pulling": self.pulling,
-            "subjects": len(self.subjects),
-            "finished": self.finished,
-            "failures": metrics.handler_failures.total,
-            "dead_letters": metrics.dead_letters.value,
-            "update_failures": metrics.update_failures.value,
-            "updates": metrics.update_duration.count,
-            "updates_skipped": metrics.update_skipped.value,
-            **self._signs.look(),
-        }
+        return {"pulling": self.pulling, "subjects": len(self.subjects), **self._signs.look()}
 
 
 def _nothing() -> None:
