@@ -358,7 +358,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--kill-after",
         type=float,
         nargs=2,
-        default=(1.0, 4.0),
+        default=(0.1, 0.8),
         metavar=("LEAST", "MOST"),
         help="seconds after a phase has begun; brief ones at once",
     )
