@@ -15,7 +15,6 @@ RATIOS = {
     "worker / nats-py fetch",
     "worker / bare pulls",
     "direct gets / leader gets",
-    "joined / single acks (stream)",
     "no / single acks (mirror)",
     "mirror / stream (80 of 2000)",
 }
