@@ -17,6 +17,7 @@ import pytest
 import structlog
 from nats.aio.msg import Msg
 from tests.integration.certs import Authority, Key, credentials, tenancy
+from tests.integration.proxy import proxy_to
 from tests.pace import unhindered_s
 
 from parti.config import Settings
@@ -341,6 +342,31 @@ async def test_opening_survives_a_dead_server_in_the_list() -> None:
         assert connection.server_version == tuple(int(part) for part in server.version.split("."))
         assert connection.max_payload == connection.server_info["max_payload"] == 1 << 20
         await connection.close()
+
+
+async def test_opening_survives_a_connection_that_breaks_as_soon_as_it_stands() -> None:
+    """The server has answered the first ping, of the handshake, and hangs up at the second."""
+    async with Server(jetstream=False) as server, proxy_to(server.port) as proxy:
+        pongs = 0
+
+        def breaks(line: bytes) -> bool:
+            nonlocal pongs
+            pong = line == b"PONG\r\n"
+            pongs += pong
+            if pong and pongs == 2:
+                proxy.cut()
+            return pong and pongs == 2
+
+        proxy.lose(breaks)
+        async with connected(proxy.url, reconnect_wait_s=0.02) as connection:
+            assert proxy.connections == 2
+            assert connection.state is CONNECTED
+
+            async def echo(msg: Msg) -> None:
+                await msg.respond(msg.data)
+
+            await connection.client.subscribe("echo", cb=echo)
+            assert (await connection.request("echo", b"hello")).data == b"hello"
 
 
 async def test_killed_server_is_seen_as_suspended_and_a_restart_as_connected() -> None:

@@ -261,7 +261,13 @@ class Connection:
         )
         self._attempts = None  # From here on errors are reasons, not verdicts on the opening.
         await self._client.subscribe(f"{self._inbox}.*", cb=self._on_reply)
-        await self._client.barrier(self._settings.connect_timeout_s)
+        while True:
+            try:
+                await self._client.barrier(self._settings.connect_timeout_s)
+                return
+            except ConnectionError:
+                # It broke as soon as it stood, and nats-py connects anew, subscription and all.
+                await self.wait_connected()
 
     def _usable(self) -> bool:
         return self._state is ConnectionState.CONNECTED and self._client.is_connected and not self._closed
