@@ -261,6 +261,15 @@ async def test_a_header_longer_than_its_message_is_malformed() -> None:
         await lean(Recorder()).parse(b"HMSG a 2 14 2\r\nok\r\nPING\r\nPING\r\nPING\r\n")
 
 
+async def test_a_header_that_fitted_the_message_before_is_malformed_where_it_is_longer_than_its_own() -> None:
+    head = b"NATS/1.0\r\n\r\n"
+    good = b"HMSG a 2 12 15\r\n" + head + b"abc\r\n"
+    got = Recorder()
+    with pytest.raises(ProtocolError):
+        await lean(got).parse(good + b"HMSG a 2 12 3\r\n" + head + b"abc\r\n")
+    assert got.calls == [("msg", 2, b"a", b"", b"abc", head)]
+
+
 async def test_a_line_that_never_ends_is_refused() -> None:
     parser = lean(Recorder())
     with pytest.raises(ProtocolError):

@@ -129,6 +129,9 @@ class PullEngine:
         if group is not None:
             group.moved = self._on_pin_lost
         self._shared = shared
+        # Where publishers set no headers, all messages under a pin have the same: they share one copy, since what is
+        # in hand should stay in the processor's cache.
+        self._pin_header: bytes | None = None
         self._batch = tuning.batch
         self._slots: list[_Slot] = []
         self._open = False
@@ -286,9 +289,11 @@ class PullEngine:
         self._slots = []
 
     def _sink_for(self, slot: _Slot) -> Sink:
-        deliver = self._intake.deliver
+        deliver, pin_header = self._intake.deliver, self._pin_header
 
         def sink(subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
+            if header == pin_header:
+                header = pin_header
             if not reply:
                 self._heard = True
                 self._on_status(slot, header or b"")
@@ -331,6 +336,7 @@ class PullEngine:
         def waiting_sink(subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
             if reply and group.on_message(header):
                 slot.pin_id = group.pin_id
+                self._pin_header = header
                 if not self._shared:
                     # Somebody else may have had deliveries since: `prepare` says where to go on.
                     self.new_session("pinned")
