@@ -28,6 +28,8 @@ class Fault:
     """Whether nobody could."""
     leases: bool = False
     """Whether leases may have ended by it although their holders were well."""
+    sent_ns: int = 0
+    """When the signal of a stop was sent: it works between then and `at_ns`, or a little later."""
 
     def undone(self) -> None:
         """It is over now."""
@@ -78,8 +80,11 @@ class Faults:
 
     def stop(self, worker: WorkerProcess) -> Fault:
         """SIGSTOP, until `wake`."""
+        sent_ns = time.time_ns()
         worker.signal(signal.SIGSTOP)
-        return self.note("stop", worker.name, interrupts=True)
+        fault = self.note("stop", worker.name, interrupts=True)
+        fault.sent_ns = sent_ns
+        return fault
 
     def wake(self, worker: WorkerProcess, stopped: Fault) -> None:
         """SIGCONT; what it does from here on is no longer excused."""

@@ -77,3 +77,15 @@ def test_an_ack_floor_never_takes_a_position_back_nor_past_the_ack_floor_nor_tou
             assert new == old
         if new > old:
             assert f"dc.{p}" in subjects
+
+
+@settings(deadline=None, max_examples=examples_of(200))
+@given(floor=seqs, lanes=positions, behind=positions, known=positions)
+def test_what_is_known_beyond_the_floor_moves_a_position_just_there_and_touches_nothing_that_is_behind(
+    floor: int, lanes: dict[str, int], behind: dict[str, int], known: dict[str, int]
+) -> None:
+    before = fold(floor, lanes, behind, set("abcdefgh"))
+    after = before.advanced(known)
+    for p in "abcdefgh":
+        old, new = before.position(p, f"dc.{p}"), after.position(p, f"dc.{p}")
+        assert new == (old if p in behind else max(old, known.get(p, 0)))

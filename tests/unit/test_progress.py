@@ -77,6 +77,13 @@ def test_an_ack_floor_that_speaks_of_something_else_or_is_lower_changes_nothing(
     assert progress.raised(subjects, ack_floor) == progress
 
 
+def test_partitions_that_are_known_to_be_further_are_ahead_and_none_goes_back() -> None:
+    progress = record(floor=10, covered=["dc.a", "dc.b", "dc.c"], ahead={"a": 15}, behind={"far": 3})
+    advanced = progress.advanced({"a": 12, "b": 30, "c": 10, "far": 40})
+    assert [advanced.position(p, f"dc.{p}") for p in ("a", "b", "c", "far")] == [15, 30, 10, 3]
+    assert advanced.floor == 10
+
+
 def test_a_record_survives_the_wire() -> None:
     progress = record(floor=10, covered=["dc.a"], ahead={"a": 15}, behind={"b": 2}, writer="me")
     assert decode_progress(encode_progress(progress)) == progress

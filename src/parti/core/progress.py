@@ -92,6 +92,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         floor = ack_floor + 1
         return msgspec.structs.replace(self, floor=floor, ahead={p: a for p, a in self.ahead.items() if a > floor})
 
+    def advanced(self, positions: Mapping[str, int]) -> Progress:
+        """Take in how far partitions are known to have got, by id; none goes back by it."""
+        ahead = {p: max(at, self.ahead.get(p, 0)) for p, at in positions.items() if at > self.floor}
+        return msgspec.structs.replace(self, ahead={**self.ahead, **ahead})
+
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Progress)

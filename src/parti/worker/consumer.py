@@ -33,6 +33,7 @@ from parti.worker.floors import Reached
 from parti.worker.handling import Handling
 from parti.worker.sessions import Sessions
 from parti.worker.shards import Shards
+from parti.worker.standby import can_be_pinned
 from parti.worker.starts import Granted, Starts
 from parti.worker.succession import Succession
 from parti.worker.updates import Updates
@@ -76,7 +77,14 @@ class WorkerConsumer:
         self._sessions = Sessions(ports, starts, shards, cargo, handling, each_subject=each_subject)
         self._updates = Updates(ports, settings, starts, shards, cargo, handling, self._sessions)
         self._succession = Succession(
-            ports, starts, shards, cargo, handling, only_new=only_new, each_subject=each_subject
+            ports,
+            starts,
+            shards,
+            cargo,
+            handling,
+            only_new=only_new,
+            each_subject=each_subject,
+            takes_over=can_be_pinned(settings, stream),
         )
         ports.lanes.lets_go = feeds
 
@@ -111,7 +119,7 @@ class WorkerConsumer:
         # A state may be restored sooner than it is known where the stream ends: nothing begins before that.
         handling.own(owned, begin=False)
         infos = await self.shards.find()
-        self._succession.heed(infos)
+        await self._succession.heed(infos)
         cargo.want(owned)
         self.shards.begin_with(cargo.to_carry(), infos)
         await self._succession.take_up(FilterSet(handling.handled, 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import structlog
 
@@ -19,6 +20,7 @@ from parti.errors import SubjectMismatch
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.model.fleet import Grant
 from parti.model.partition import Partition, Template
+from parti.model.subjects import covers, has_wildcard
 from parti.worker.lanes import Lanes
 
 _log = structlog.get_logger("parti.starts")
@@ -76,15 +78,34 @@ class Starts:
         """The partition begins where its state was saved, whatever else is known."""
         self._states[partition_id] = position
 
-    def raise_by(self, infos: Collection[ConsumerInfo], nobodys: Collection[str] = ()) -> None:
+    def raise_by(
+        self,
+        infos: Collection[ConsumerInfo],
+        nobodys: Collection[str] = (),
+        beyond: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Take in what existing consumers have acknowledged: of several, what all of them have.
 
-        `nobodys` are subjects of those that carry nothing.
+        `nobodys` are subjects of those that carry nothing. `beyond`: where it is known of single subjects how far all
+        is acknowledged.
         """
         if len(infos) > 1:
             infos = [info for info in infos if not set(info.subjects) <= set(nobodys)] or infos
-        subjects = sorted({subject for info in infos for subject in info.subjects})
+        subjects = sorted({subject for info in infos for subject in self.carried_by(info)})
         self.record = self.record.raised(tuple(subjects), min(info.ack_floor for info in infos))
+        if set(self.record.covered) == set(subjects):
+            self.record = self.record.advanced({p.id: beyond[p.subject] for p in self._partitions(beyond)})
+
+    def carried_by(self, info: ConsumerInfo) -> tuple[str, ...]:
+        """The subjects of a consumer; where it has one wide filter, those under it that the record speaks for.
+
+        What a wide filter brings of others is acknowledged too, but never of a subject for which the record speaks.
+        """
+        found: dict[str, None] = {}
+        for subject in info.subjects:
+            under = [s for s in self.record.covered if covers(subject, s)] if has_wildcard(subject) else []
+            found |= dict.fromkeys(under or (subject,))
+        return tuple(found)
 
     def start_over(self, stream: StreamInfo) -> None:
         """The stream was made anew: nothing that is known holds."""
@@ -126,8 +147,11 @@ class Starts:
     def no_longer_owned(self, filters: FilterSet) -> list[Partition]:
         """Partitions that an earlier run owned and this one does not: their positions must not be forgotten."""
         gone = [s for s in self.record.covered if not self._each_subject and s not in filters.partitions]
+        return self._partitions(gone)
+
+    def _partitions(self, subjects: Iterable[str]) -> list[Partition]:
         partitions = []
-        for subject in gone:
+        for subject in subjects:
             try:
                 partitions.append(self._template.parse(subject))
             except SubjectMismatch:

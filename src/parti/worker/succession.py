@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import structlog
+
 from parti.core.filters import FilterSet
+from parti.errors import PartiError
 from parti.jetstream.api import ConsumerInfo
+from parti.jetstream.unacknowledged import find_unacknowledged
+from parti.model.subjects import has_wildcard
 from parti.worker.cargo import Cargo
 from parti.worker.handling import Handling
 from parti.worker.shards import Shards
 from parti.worker.starts import Starts
 from parti.worker.vehicle import ConsumerPorts
+
+_log = structlog.get_logger("parti.succession")
 
 
 class Succession:
@@ -30,7 +37,9 @@ class Succession:
         *,
         only_new: bool,
         each_subject: bool,
+        takes_over: bool,
     ) -> None:
+        """`takes_over`: the earlier run may have been another process that stopped in the middle of something."""
         self._ports = ports
         self._lanes = ports.lanes
         self._starts = starts
@@ -39,15 +48,50 @@ class Succession:
         self._handling = handling
         self._only_new = only_new
         self._each_subject = each_subject
+        self._takes_over = takes_over
 
-    def heed(self, infos: Mapping[int, ConsumerInfo]) -> None:
+    async def heed(self, infos: Mapping[int, ConsumerInfo]) -> None:
         """Take in what the consumers of an earlier run have acknowledged, and what they carry."""
         starts, owned = self._starts, self._handling.owned.partitions
         # In a fleet, and where there are states to restore, messages are acknowledged that are still to be handled:
         # only a record that speaks for the same subjects shows that this was not so.
         if infos and not (starts.record.fresh and (starts.granted is not None or self._ports.stateful)):
-            starts.raise_by(infos.values(), nobodys=self._shards.placeholders)
+            beyond = await self._acknowledged_beyond(infos) if self._takes_over and not starts.record.closed else {}
+            starts.raise_by(infos.values(), nobodys=self._shards.placeholders, beyond=beyond)
         self._cargo.keep_leftovers(s for info in infos.values() for s in info.subjects if s not in owned)
+
+    async def _acknowledged_beyond(self, infos: Mapping[int, ConsumerInfo]) -> dict[str, int]:
+        """How far each subject is acknowledged, above the floor of its consumer; without those that are not known.
+
+        Partitions are handled side by side: one that takes long holds back the floor, not the others, and what these
+        have finished since the record was written must not be handled again.
+        """
+        found: dict[str, int] = {}
+        for info in infos.values():
+            subjects = self._starts.carried_by(info)
+            if not info.ack_pending or any(map(has_wildcard, subjects)):
+                continue
+            try:
+                delivered = await find_unacknowledged(self._ports.connection, self._starts.stream.name, info)
+            except PartiError as error:
+                delivered, why = None, str(error)
+            else:
+                why = "the server has not told all of it in time"
+            if delivered is None:
+                _log.warning(
+                    "cannot tell what is acknowledged; what was finished last may be handled again",
+                    consumer=info.name,
+                    error=why,
+                )
+                continue
+            _log.info(
+                "found out what is acknowledged",
+                consumer=info.name,
+                in_flight=info.ack_pending,
+                partitions=len(delivered.open_from),
+            )
+            found |= {subject: delivered.position(subject) for subject in subjects}
+        return found
 
     async def take_up(self, filters: FilterSet) -> None:
         """Work out where each partition starts, from the progress record and existing consumers."""
