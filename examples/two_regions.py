@@ -62,15 +62,18 @@ class Stage:
             yield client
         await task
 
-    async def load(self, per_s: int, seconds: float, say: str) -> None:
-        """Publish at a rate, and tell what happened meanwhile."""
+    async def load(self, per_s: int, seconds: float, say: str, *, finish: bool = True) -> None:
+        """Publish at a rate, and tell what happened meanwhile, or (`finish`) until all of it was done."""
         self.done.clear()
         for _ in range(int(10 * seconds * self.pace)):
             await asyncio.gather(*(self.api.publish("work.item", b"x") for _ in range(per_s // 10)))
             await asyncio.sleep(0.1)
-        waiting = (await self.api.consumer_info("WORK", "work")).pending
+        info = await self.api.consumer_info("WORK", "work")
+        while finish and (info.pending or info.ack_pending):
+            await asyncio.sleep(WORK_S)
+            info = await self.api.consumer_info("WORK", "work")
         did = ", ".join(f"{name} {self.done[name]:,}" for name in ("near", "far"))
-        print(f"  {say:<44} {did}; {waiting:,} waiting")
+        print(f"  {say:<44} {did}; {info.pending:,} waiting")
 
 
 async def main(pace: float) -> None:
@@ -84,7 +87,7 @@ async def main(pace: float) -> None:
         await stage.act(Policy.OVERFLOW)
         async with stage.region("near"), stage.region("far", min_pending=50):
             await stage.load(50, 1.5, "50 a second, which near can do")
-            await stage.load(300, 2, "300 a second: far helps above 50 waiting")
+            await stage.load(300, 2, "300 a second: far helps above 50 waiting", finish=False)
             await stage.load(20, 1.5, "20 a second: what waits is done, far leaves")
 
         await stage.act(Policy.PRIORITIZED)

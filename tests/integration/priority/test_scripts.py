@@ -53,6 +53,7 @@ def test_a_short_ramp_and_a_short_drain_write_results_plot_and_page(tmp_path: Pa
     assert all(row["msg_per_s"] > 0 for row in ways.values())
     page = (tmp_path / "priority.md").read_text()
     assert f"| published | {overflow['published']:,} |" in page
-    assert "| pinned |" in page
+    assert "| worker, pinned (standby) |" in page
+    assert "| client, pinned |" in page
     (plot,) = re.findall(r"\((\S+\.svg)\)", page)
     assert ElementTree.parse(tmp_path / plot).getroot().get("aria-label")
