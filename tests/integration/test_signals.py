@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from tests.integration.processes import environment
+
+from parti.app.signals import run_interruptibly
 
 EXIT_S = 20.0
 SIGTERM, SIGINT = signal.SIGTERM, signal.SIGINT
@@ -102,6 +105,44 @@ sys.exit(run_on_loop(serve(Servant()), {loop!r}))
 """
 
 
+COMMAND = """
+import asyncio
+import signal
+import sys
+
+from parti.app.signals import run_interruptibly
+
+
+def set_unless_cancelled(future):
+    # What a timer of asyncio does; the signal comes at its worst.
+    if not future.cancelled():
+        signal.raise_signal(signal.SIGINT)
+        future.set_result(None)
+
+
+async def main():
+    loop = asyncio.get_running_loop()
+    print("ready", flush=True)
+    if {worst}:
+        future = loop.create_future()
+        loop.call_soon(set_unless_cancelled, future)
+        await future
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("tidying up", flush=True)
+        if {stubborn}:
+            await asyncio.Event().wait()
+
+
+try:
+    run_interruptibly(main())
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print("as before" if signal.getsignal(signal.SIGINT) is signal.default_int_handler else "changed", flush=True)
+"""
+
+
 class Child:
     """A process that writes down what it hears."""
 
@@ -133,6 +174,7 @@ def child(code: str, **extra: str) -> Iterator[Child]:
         env=environment(**extra),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
     with process:
@@ -224,3 +266,32 @@ def test_a_supervised_worker_goes_on_draining_whatever_comes(whose: str) -> None
         process.told("go on")
         assert process.reads() == "drained"
         assert process.ends() == 0
+
+
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("worst", [False, True], ids=["a pause", "a timer"])
+def test_ctrl_c_lets_a_command_tidy_up_and_says_nothing_of_its_own(worst: bool) -> None:
+    with child(COMMAND.format(worst=worst, stubborn=False)) as process:
+        if not worst:
+            process.gets(SIGINT)
+        assert [process.reads() for _ in range(4)] == ["tidying up", "interrupted", "as before", ""]
+        assert process.ends() == 0
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_tidying_up() -> None:
+    with child(COMMAND.format(worst=False, stubborn=True)) as process:
+        process.gets(SIGINT)
+        assert process.reads() == "tidying up"
+        process.gets(SIGINT)
+        assert [process.reads() for _ in range(3)] == ["interrupted", "as before", ""]
+        assert process.ends() == 0
+
+
+def test_a_command_runs_in_a_thread_that_hears_no_signals() -> None:
+    async def answer() -> int:
+        return 7
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(lambda: run_interruptibly(answer())).result() == 7

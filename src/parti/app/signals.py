@@ -6,10 +6,12 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Never
+from typing import Any, Never, TypeVar
+
+T = TypeVar("T")
 
 LEAVE = (signal.SIGTERM, signal.SIGINT)
 """The signals that ask a process to leave; it does not matter which of them comes first, or twice."""
@@ -34,6 +36,38 @@ def on_leave_signals(leave: Callable[[signal.Signals], None], leave_now: Callabl
 
     for number in LEAVE:
         loop.add_signal_handler(number, hear, number)
+
+
+def run_interruptibly(main: Coroutine[Any, Any, T]) -> T:
+    """Run what a command does, as `asyncio.run` does, with Ctrl-C heard between two steps of the event loop.
+
+    The first one cancels `main` and comes out as `KeyboardInterrupt` when that has tidied up, a second one at once.
+    asyncio.run cancels from within the signal handler, in the middle of whatever runs: a timer that has just found
+    its future waiting then fails to set it, and says so in a traceback. `on_leave_signals` takes precedence.
+    """
+    asked = False
+
+    async def heeding() -> T:
+        task = asyncio.current_task()
+        assert task
+
+        def hear() -> None:
+            nonlocal asked
+            if asked:
+                raise KeyboardInterrupt
+            asked = True
+            task.cancel()
+
+        if threading.current_thread() is threading.main_thread():  # no other one hears signals
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, hear)
+        return await main
+
+    try:
+        return asyncio.run(heeding())
+    except asyncio.CancelledError:
+        if asked:
+            raise KeyboardInterrupt from None
+        raise
 
 
 class Asked(threading.Event):

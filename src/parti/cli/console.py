@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import open_control
 from parti.cli.options import BucketOption, NatsOption
 from parti.config import Settings, load_settings
@@ -52,7 +52,7 @@ def console(
             "console_basic_auth_file": basic_auth_file,
         }
     )
-    asyncio.run(_serve(settings))
+    run_interruptibly(_serve(settings))
 
 
 async def _serve(settings: Settings) -> None:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import count, listed, open_console, open_server, print_json
 from parti.cli.letters import letter_json, list_json, payload_json, print_letter, print_list
 from parti.cli.options import BucketOption, JsonOption, NatsOption
@@ -80,7 +81,7 @@ def ls_(
                 await _check_partition(letters, settings.bucket, partition, found)
             return found.chosen, await read_marks(letters)
 
-    chosen, marks = asyncio.run(read())
+    chosen, marks = run_interruptibly(read())
     if json:
         print_json(list_json(settings.dead_letter_stream, chosen, marks, limit))
     else:
@@ -113,7 +114,7 @@ def show(
                 payload = origin.data
             return letter, payload, (await read_marks(letters)).get(seq)
 
-    letter, payload, mark = asyncio.run(read())
+    letter, payload, mark = run_interruptibly(read())
     if json:
         print_json({**letter_json(letter, mark), "headers": dict(letter.headers), **payload_json(payload, bytes_)})
     else:
@@ -160,7 +161,7 @@ def replay(
             with progress_bar(console, "sending", len(chosen), quiet=json) as done:
                 return await LetterReplay(letters, keep=keep, again=again).run(chosen, done)
 
-    outcome = asyncio.run(work())
+    outcome = run_interruptibly(work())
     if outcome is None:
         _leave_unchanged(console)
     else:
@@ -197,7 +198,7 @@ def purge(
             with progress_bar(console, "removing", len(chosen), quiet=json) as done:
                 return await _remove(letters, chosen, done)
 
-    removed = asyncio.run(work())
+    removed = run_interruptibly(work())
     if removed is None:
         _leave_unchanged(console)
     elif json:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.app.worker import MIN_SERVER_VERSION
 from parti.cli.control import count, listed, open_console, open_server, print_json, timestamp
 from parti.cli.options import BucketOption, JsonOption, NatsOption
@@ -89,7 +90,7 @@ def doctor(
             configure_logging("critical", settings.log_format)  # denials are findings here, not errors
             return [finding async for finding in _Visit(settings, connection, api, stream, role or ()).findings()]
 
-    findings = asyncio.run(look())
+    findings = run_interruptibly(look())
     if json:
         print_json(_json(settings, findings))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import Control, count, open_console, open_control, print_json, read_settings, span, timestamp
 from parti.cli.options import BucketOption, JsonOption, NatsOption
 from parti.cli.orders import look, partitions_named
@@ -46,7 +46,7 @@ def explain(
             (name,) = partitions_named([partition], situation.records.claims)
             return await _read(control, situation, name)
 
-    story = asyncio.run(read())
+    story = run_interruptibly(read())
     if json:
         print_json(_json(settings.bucket, story))
     else:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parti.app.process import run_worker
+from parti.app.signals import run_interruptibly
 from parti.app.supervisor import die_with_parent
 from parti.cli.control import count, open_console, print_json, span, timestamp
 from parti.cli.options import (
@@ -123,7 +124,7 @@ def ls_(
             return await desk.picture(await desk.entries(), states)
 
     settings = _settings(nats, prefix)
-    picture = asyncio.run(look(settings))
+    picture = run_interruptibly(look(settings))
     if json:
         print_json(_as_json(picture))
         return
@@ -142,7 +143,7 @@ def top(nats: NatsOption = None, prefix: PrefixOption = None) -> None:
         raise ConfigError("'parti jobs top' draws on a terminal, and this is none; use 'parti jobs ls --json'")
     settings = _settings(nats, prefix)
     with suppress(KeyboardInterrupt):
-        asyncio.run(_keep_showing(settings, console))
+        run_interruptibly(_keep_showing(settings, console))
 
 
 @app.command()
@@ -175,7 +176,7 @@ def cancel(
                 return name, f"has not ended within {timeout:g} s; {record.worker} was asked to cancel it", False
             return name, f"ended: {ended.state.value}", True
 
-    name, said, ended = asyncio.run(work())
+    name, said, ended = run_interruptibly(work())
     if json:
         print_json({"id": name, "answer": said, "ok": ended})
     else:
@@ -198,7 +199,7 @@ def retry(wanted: IdArgument, json: JsonOption = False, nats: NatsOption = None,
             new = await desk.retry(durable, seq, entry, settings.dead_letter_stream)
             return job_id(durable, seq), job_id(durable, new)
 
-    old, new = asyncio.run(work())
+    old, new = run_interruptibly(work())
     if json:
         print_json({"id": old, "retried_as": new})
     else:

@@ -17,6 +17,7 @@ from parti.app.migration.runner import Manner, Migrator, Result, Wish
 from parti.app.migration.shadow_ledger import ShadowLedger
 from parti.app.migration.survey import check_plan, survey
 from parti.app.migration.switch import Pace
+from parti.app.signals import run_interruptibly
 from parti.cli.control import open_console, open_control, open_server, print_json, read_settings
 from parti.cli.migrate_view import Bar, plan_json, print_plan, print_result, print_status, result_json, status_json
 from parti.cli.options import BucketOption, JsonOption, NatsOption
@@ -81,7 +82,7 @@ def plan(
         if found.plan.blocked:
             raise typer.Exit(1)
 
-    asyncio.run(look())
+    run_interruptibly(look())
 
 
 @app.command("run")
@@ -178,7 +179,7 @@ def run_(
 
     try:
         with Bar(quiet=quiet) as bar:
-            outcome = asyncio.run(_in_bucket(settings, work, bar, wish))
+            outcome = run_interruptibly(_in_bucket(settings, work, bar, wish))
     except (RequestTimeout, LeaseLost, ApiError) as error:
         typer.echo(f"parti: {' '.join(str(error).split())}; what was begun goes on with the same command", err=True)
         raise typer.Exit(1) from None
@@ -219,7 +220,7 @@ def status(
             else:
                 print_status(open_console(), control.place, desk, situation, everything=all)
 
-    asyncio.run(look())
+    run_interruptibly(look())
 
 
 # ── the question ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import (
     Control,
     count,
@@ -277,7 +278,7 @@ def give_order(
         async with open_control(settings) as control:
             return await give(control)
 
-    _tell(settings.bucket, asyncio.run(run()), json=json)
+    _tell(settings.bucket, run_interruptibly(run()), json=json)
 
 
 def _tell(bucket: str, answer: Answer, *, json: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import (
     Control,
     count,
@@ -79,7 +79,7 @@ def partitions(
                 rows = rows[:limit]
             return Listing(rows, total, len(situation.records.claims), note), control.place
 
-    listing, place = asyncio.run(read())
+    listing, place = run_interruptibly(read())
     if json:
         print_json(_json(settings.bucket, listing))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import (
     count,
     listed,
@@ -65,7 +65,7 @@ def plan(
         async with open_control(settings) as control:
             return await read_all(control)
 
-    situation = asyncio.run(read())
+    situation = run_interruptibly(read())
     leader = situation.records.leaders.get("rebalancer")
     told = leader.strategy if leader and leader.strategy in STRATEGY_NAMES else settings.strategy
     chosen = strategy_named(strategy or told)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json as json_
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import count, listed, open_console, print_json, span, timestamp
 from parti.cli.options import JsonOption, NatsOption
 from parti.config import Settings, load_settings
@@ -54,7 +54,7 @@ def status(
             return await place.groups(stream, consumer)
 
     settings = _settings(nats, stream, consumer)
-    groups = asyncio.run(look())
+    groups = run_interruptibly(look())
     if json:
         print_json({"groups": [_group_json(group) for group in groups]})
         return
@@ -92,7 +92,7 @@ def unpin_(
             return report
 
     settings = _settings(nats, stream, consumer)
-    report = asyncio.run(work())
+    report = run_interruptibly(work())
     was = report.state.pinned_id
     if json:
         answer = {"stream": stream, "consumer": consumer, "group": report.group.name, "unpinned": was or None}
@@ -129,7 +129,7 @@ def watch(
                 _say(switch, console, json=json)
 
     try:
-        asyncio.run(show())
+        run_interruptibly(show())
     except KeyboardInterrupt:
         return
 

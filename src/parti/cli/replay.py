@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import re
@@ -20,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from parti.app.app import App
 from parti.app.replay import Outcome, Replay, Request, Rounds, Standing
-from parti.app.signals import on_leave_signals
+from parti.app.signals import on_leave_signals, run_interruptibly
 from parti.cli.control import count, listed, open_console, print_json, span
 from parti.cli.options import BucketOption, JsonOption, NatsOption
 from parti.cli.spark_exit import exit_with_spark
@@ -112,7 +111,7 @@ def run_(
 
         with importable_for_tasks():
             try:
-                outcome = asyncio.run(_run(replay, open_rounds))
+                outcome = run_interruptibly(_run(replay, open_rounds))
             except ReplayFailed as error:
                 typer.echo(f"parti: {' '.join(str(error).split())}", err=True)
                 raise typer.Exit(1) from None

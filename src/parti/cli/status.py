@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import (
     Control,
     count,
@@ -89,7 +90,7 @@ def status(
     if watch:
         _watch(settings, console)
         return
-    picture = asyncio.run(_look(settings))
+    picture = run_interruptibly(_look(settings))
     if json:
         print_json(_json(settings.bucket, picture))
     else:
@@ -113,7 +114,7 @@ def _watch(settings: Settings, console: Console) -> None:
             await _keep_showing(control, console)
 
     try:
-        asyncio.run(show())
+        run_interruptibly(show())
     except KeyboardInterrupt:
         return
 

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import (
     count,
     open_console,
@@ -58,7 +59,7 @@ def top(
     settings = read_settings(nats, bucket)
     console = open_console()
     if json or once:
-        picture = asyncio.run(_look_once(settings))
+        picture = run_interruptibly(_look_once(settings))
         if json:
             print_json(_json(settings.bucket, picture))
         else:
@@ -67,7 +68,7 @@ def top(
     if not console.is_terminal:
         raise ConfigError("'parti top' draws on a terminal, and this is none; use --once or --json")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_keep_showing(settings, console, interval))
+        run_interruptibly(_keep_showing(settings, console, interval))
 
 
 @dataclass(frozen=True, slots=True)

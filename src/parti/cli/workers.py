@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import (
     count,
     listed,
@@ -58,7 +58,7 @@ def workers(
         async with open_control(settings) as control:
             return control.place, await read_all(control)
 
-    place, situation = asyncio.run(read())
+    place, situation = run_interruptibly(read())
     records = situation.records
     rows = worker_rows(records, datetime.now(UTC), situation.orders)
     if name is None:

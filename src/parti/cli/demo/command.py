@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from parti.app.signals import run_interruptibly
 from parti.cli.control import open_console
 from parti.cli.demo.check import Findings, judge
 from parti.cli.demo.fleet import Fleet
@@ -91,7 +92,7 @@ def demo(
     configure_logging("error")
     screen = Screen(open_console())
     try:
-        well = asyncio.run(_run(plan, place, screen, audited=not no_audit, lose_one=lose_one))
+        well = run_interruptibly(_run(plan, place, screen, audited=not no_audit, lose_one=lose_one))
     except asyncio.CancelledError:
         screen.say("interrupted: server and workers are stopped, nothing was written")
         raise typer.Exit(_INTERRUPTED) from None
