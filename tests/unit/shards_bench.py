@@ -263,7 +263,7 @@ class World:
 
     def record(self) -> Progress:
         record = self.consumer.summarise("me")
-        self.lanes.forget_foreign()
+        self.lanes.stored()
         return record
 
     def position(self, partition: str) -> int:

@@ -133,3 +133,68 @@ async def test_a_gained_partition_has_not_caught_up_before_its_messages_came(ben
     bench.lanes.floors.catch_up()
     assert bench.lanes.roster.behind() == {}
     assert bench.lanes.floors.resume_at == 10
+
+
+# ── what the stored record speaks for ──────────────────────────────────────────────────────────────────────────────
+#
+# After a crash the ack floor counts as a position of all that the record speaks for: nothing of that may be
+# acknowledged unhandled.
+
+
+def store(bench: Bench) -> None:
+    bench.lanes.summarised()
+    bench.lanes.stored()
+
+
+async def test_what_was_let_go_is_acknowledged_when_a_record_is_stored_that_does_not_speak_for_it(
+    bench: Bench,
+) -> None:
+    bench.lanes.lets_go = True
+    bench.own("a", "b")
+    bench.lanes.permit(0)
+    bench.run_async(nothing)
+    bench.send("b", 1, 2)
+    bench.own("a")
+    bench.send("b", 3)
+    assert bench.acks.acked == []
+    store(bench)
+    assert bench.acks.acked == [1, 2, 3]
+    bench.send("b", 4)
+    assert bench.acks.acked == [1, 2, 3, 4], "nobody takes it for a position any more"
+
+
+async def test_what_is_let_go_while_a_record_is_stored_waits_for_the_next_one(bench: Bench) -> None:
+    bench.lanes.lets_go = True
+    bench.own("a", "b")
+    bench.lanes.permit(0)
+    bench.run_async(nothing)
+    bench.send("b", 1)
+    bench.lanes.summarised()  # it speaks for b
+    bench.own("a")
+    bench.send("b", 2)
+    bench.lanes.stored()
+    bench.send("b", 3)
+    assert bench.acks.acked == []
+    bench.lanes.summarised()
+    bench.own("a", "b")
+    bench.own("a")
+    bench.lanes.stored()
+    assert bench.acks.acked == [1, 2, 3]
+    bench.send("b", 4)
+    assert bench.acks.acked == [1, 2, 3], "the record may have been told of b again meanwhile"
+
+
+async def test_what_an_earlier_run_owned_is_not_acknowledged_while_its_record_stands(bench: Bench) -> None:
+    bench.lanes.lets_go = True
+    b, wide = TEMPLATE.partition("b"), TEMPLATE.partition("*")
+    bench.own("a")
+    bench.lanes.roster.restore({"b": 7}, let_go=[b.subject])
+    bench.lanes.roster.expect({b.subject: b})
+    bench.send("b", 8)
+    bench.send("c", 9)
+    assert bench.acks.acked == [9]
+    store(bench)
+    assert bench.acks.acked == [9, 8]
+    bench.lanes.roster.restore({"*": 7}, let_go=[wide.subject])
+    bench.send("d", 10)
+    assert bench.acks.acked == [9, 8], "a partition of several subjects"

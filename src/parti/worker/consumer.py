@@ -182,8 +182,9 @@ class WorkerConsumer:
     # ── the record ────────────────────────────────────────────────────────────────────────────────────────────
 
     def summarise(self, writer: str) -> Progress:
-        """The positions as of now."""
+        """The positions as of now, to be stored; `Lanes.stored` is called when they are."""
         lanes, stream = self._ports.lanes, self._starts.stream
+        lanes.summarised()
         # Not before the server has been told: until its old messages are known, the floor must not speak for a
         # partition.
         covered = self._handling.handled.keys() & self.shards.carried.partitions.keys()

@@ -84,8 +84,10 @@ class Lanes:
         self._metrics = metrics
         # What arrives for a parked lane whose position is not stored yet.
         self._keeping: dict[Lane, list[Message]] = {}
-        # To be acknowledged once a record is stored that no longer speaks for their partitions.
+        # To be acknowledged once a record is stored that no longer speaks for their partitions; the latter, once the
+        # one is stored that was summarised last.
         self._foreign: list[bytes] = []
+        self._foreign_summarised: list[bytes] = []
         self._loop = asyncio.get_running_loop()
         lanes: dict[str, Lane] = {}
         self.floors = self._make_floors(lanes)
@@ -365,9 +367,20 @@ class Lanes:
         """Partitions that were released and whose handler still runs."""
         return tuple(self.roster.leaving)
 
-    def forget_foreign(self) -> None:
-        """A record is stored that speaks for none of what was let go: acknowledge it."""
-        foreign, self._foreign = self._foreign, []
+    def summarised(self) -> None:
+        """Positions were summed up, to be stored: what is let go by now is not in them.
+
+        What is let go while they are being stored is: were it acknowledged then, the ack floor would be taken for
+        its position after a crash.
+        """
+        self.roster.summarised()
+        self._foreign_summarised += self._foreign
+        self._foreign.clear()
+
+    def stored(self) -> None:
+        """The positions that were summed up last are stored: acknowledge what they do not speak for."""
+        self.roster.stored()
+        foreign, self._foreign_summarised = self._foreign_summarised, []
         for reply in foreign:
             self._ack(reply)
 
@@ -386,6 +399,7 @@ class Lanes:
         self.floors.start_over()
         self._keeping.clear()
         self._foreign.clear()
+        self._foreign_summarised.clear()
         self.trying.clear()
         self.held = 0
 

@@ -390,7 +390,7 @@ class Reader:
             _log.error("positions not stored", error=str(error))
             return False
         if stored:
-            self._lanes.forget_foreign()
+            self._lanes.stored()
         return stored
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from parti.core.loads import Effort
 from parti.errors import SubjectMismatch
 from parti.model.message import Ownership
 from parti.model.partition import Partition, Template
-from parti.model.subjects import covers
+from parti.model.subjects import covers, has_wildcard
 from parti.worker.floors import Floors, Reached
 
 _EVICT_ABOVE = 10_000
@@ -88,8 +88,9 @@ class Roster:
         self._each_subject = each_subject
         self._partitions: dict[str, Partition] = {}
         self._position_of: Callable[[str, str], int] = lambda partition_id, subject: 0
-        # What was owned here once: the stored record may still speak for it.
-        self._let_go_subjects: set[str] = set()
+        # What was owned here, or by an earlier run, and is not: the stored record may still speak for it. True: not
+        # the one that is being stored.
+        self._let_go: dict[str, bool] = {}
         # Carried for partitions that somebody else still handles, by subject.
         self._incoming: dict[str, Partition] = {}
         # Lanes that were forgotten had finished everything below this.
@@ -124,9 +125,21 @@ class Roster:
         lane = self.lanes.get(partition_id)
         return lane.position if lane else self.released.get(partition_id, 0)
 
-    def restore(self, released: dict[str, int]) -> None:
-        """Remember positions of partitions that an earlier run had released or parked."""
+    def restore(self, released: dict[str, int], let_go: Iterable[str] = ()) -> None:
+        """Remember positions of partitions that an earlier run had released, parked or owned.
+
+        `let_go`: subjects that are not owned, and that the record which that run has left speaks for.
+        """
         self.released.update(released)
+        self._let_go |= dict.fromkeys(let_go, False)
+
+    def summarised(self) -> None:
+        """A record is about to be stored that does not speak for what is let go by now."""
+        self._let_go = dict.fromkeys(self._let_go, True)
+
+    def stored(self) -> None:
+        """The record that was summarised last is stored."""
+        self._let_go = {subject: False for subject, summarised in self._let_go.items() if not summarised}
 
     def forget_position(self, partition_id: str) -> None:
         """Whatever is known of a released partition counts no more: somebody knows better."""
@@ -145,7 +158,9 @@ class Roster:
             self._release(partition)
         if gone:
             self.by_subject.clear()  # only a short cut: the next delivery finds its lane again
-        self._let_go_subjects = (self._let_go_subjects | {p.subject for p in gone}) - partitions.keys()
+        self._let_go |= dict.fromkeys((p.subject for p in gone), False)
+        for subject in self._let_go.keys() & partitions.keys():
+            del self._let_go[subject]
         self.strangers.clear()
         self._partitions = dict(partitions)
         self._position_of = position_of
@@ -169,7 +184,6 @@ class Roster:
                 del self.lanes[lane.ownership.partition.id]
                 self._queues.abandon(lane)
         self._incoming = dict(incoming)
-        self._let_go_subjects -= incoming.keys()
         self.by_subject.clear()
         self.strangers.clear()
 
@@ -242,7 +256,7 @@ class Roster:
         if partition is None:
             owner = next((p for s, p in self._partitions.items() if covers(s, name)), None)
             if owner is None:
-                if name not in self._let_go_subjects:
+                if not self._is_let_go(name):
                     self.strangers.add(subject)
                 return None
             partition = owner
@@ -257,6 +271,9 @@ class Roster:
             lane = self._open(partition, max(start, self._evicted_below if self._each_subject else 0))
         entry = self.by_subject[subject] = (lane, name)
         return entry
+
+    def _is_let_go(self, name: str) -> bool:
+        return name in self._let_go or any(has_wildcard(s) and covers(s, name) for s in self._let_go)
 
     def evict(self) -> None:
         """Forget idle lanes whose position the floor implies, when there are very many subjects."""

@@ -149,4 +149,5 @@ class Succession:
         """Keep the positions of partitions that an earlier run had released, parked or owned."""
         roster, record = self._lanes.roster, self._starts.record
         roster.restore(record.behind)
-        roster.restore({p.id: record.position(p.id, p.subject) for p in self._starts.no_longer_owned(filters)})
+        gone = self._starts.no_longer_owned(filters)
+        roster.restore({p.id: record.position(p.id, p.subject) for p in gone}, let_go=(p.subject for p in gone))
