@@ -46,6 +46,11 @@ def test_the_context_holds_everything_but_payload_and_headers() -> None:
         assert "hidden" not in text
 
 
+def test_headers_are_the_publishers_without_the_pin_of_the_server() -> None:
+    assert dict(a_message(b"NATS/1.0\r\nTrace: t-1\r\nNats-Pin-Id: abc\r\n\r\n").headers) == {"Trace": "t-1"}
+    assert dict(a_message(b"NATS/1.0\r\nNats-Pin-Id: abc\r\n\r\n").headers) == {}
+
+
 def test_no_headers_are_an_empty_mapping_that_cannot_be_changed() -> None:
     headers = a_message().headers
     assert dict(headers) == {}

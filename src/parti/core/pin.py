@@ -15,9 +15,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass
 
-_HEADER = b"Nats-Pin-Id: "
 _REMEMBERED = 16
-_ENDS = b"\r\n\r\n"
 
 
 class PinState(enum.StrEnum):
@@ -91,17 +89,3 @@ class Pin:
         lost, self.id, self.sure = self.id, "", True
         self._lost.append(lost)
         return (PinChange(False, lost, reason),)
-
-
-def pin_id_of(header: bytes | None) -> str:
-    """The id that the server has put behind the headers of a message of a pinned group; empty when there is none.
-
-    Only the last line counts: a publisher may have written such a header too, and it stands before the server's.
-
-    >>> pin_id_of(b"NATS/1.0\\r\\nNats-Pin-Id: forged\\r\\nNats-Pin-Id: xyz\\r\\n\\r\\n")
-    'xyz'
-    """
-    if header is None or not header.endswith(_ENDS):
-        return ""
-    line = header[header.rfind(b"\r\n", 0, -len(_ENDS)) + 2 : -len(_ENDS)]
-    return line[len(_HEADER) :].decode("ascii", "replace") if line.startswith(_HEADER) else ""

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from parti.config import load_settings
-from parti.core.pin import PinChange, PinState, pin_id_of
+from parti.core.pin import PinChange, PinState
 from parti.core.priority import Policy, PullOptions, check_numbers, check_pull, check_server, group_of
 from parti.errors import ConfigError, ConnectionFailed, NotFound, PartiError
 from parti.jetstream.acks import AckWriter
@@ -28,7 +28,7 @@ from parti.jetstream.priority import release
 from parti.jetstream.pull import PullEngine, PullTuning
 from parti.jetstream.pull_group import PullGroup
 from parti.jetstream.wire import Wire
-from parti.model.headers import ReplyInfo, parse_headers, parse_reply
+from parti.model.headers import ReplyInfo, parse_headers, parse_reply, split_pin
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 
@@ -65,12 +65,12 @@ class Pulled:
     @property
     def headers(self) -> Mapping[str, str]:
         """The publisher's headers; of a repeated name the first value."""
-        return parse_headers(self.header) if self.header else {}
+        return parse_headers(split_pin(self.header)[0]) if self.header else {}
 
     @property
     def pin_id(self) -> str:
         """The pin under which it was delivered; empty without one."""
-        return pin_id_of(self.header) if self._client.pinning else ""
+        return split_pin(self.header)[1] if self.header and self._client.pinning else ""
 
     @property
     def delivery(self) -> ReplyInfo:

@@ -14,10 +14,10 @@ from typing import Any
 
 import structlog
 
-from parti.core.pin import Pin, PinChange, pin_id_of
+from parti.core.pin import Pin, PinChange
 from parti.core.priority import DEFAULT_TIMEOUT_S, Policy, PriorityGroup, PullOptions
 from parti.jetstream.wire import Wire, pub
-from parti.model.headers import status_of
+from parti.model.headers import split_pin, status_of
 from parti.telemetry.metrics import Metrics
 
 _log = structlog.get_logger("parti.pull_group")
@@ -77,7 +77,7 @@ class PullGroup:
 
     def on_message(self, header: bytes | None) -> bool:
         """A message came on a pull without an id; whether it pins this client."""
-        return self.pin is not None and self._note(self.pin.on_message(pin_id_of(header)))
+        return self.pin is not None and self._note(self.pin.on_message(split_pin(header or b"")[1]))
 
     def on_messages(self) -> None:
         """Messages came: if pulls carry an id, it is good."""

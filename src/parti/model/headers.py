@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_PIN = b"Nats-Pin-Id: "
+"""Begins the line that the server puts behind the headers of each message of a pinned group."""
+_ENDS = b"\r\n\r\n"
+
 
 @dataclass(frozen=True, slots=True)
 class ReplyInfo:
@@ -46,6 +50,22 @@ def parse_all_headers(block: bytes) -> dict[str, list[str]]:
         if colon and name:
             headers.setdefault(name.decode("utf-8", "replace"), []).append(value.strip().decode("utf-8", "replace"))
     return headers
+
+
+def split_pin(block: bytes) -> tuple[bytes, str]:
+    """The publisher's own header block, and the pin that the server has put behind it; empty when there is none.
+
+    Only the last line counts: a publisher may have written such a header too, and it stands before the server's.
+
+    >>> split_pin(b"NATS/1.0\\r\\nNats-Pin-Id: forged\\r\\nNats-Pin-Id: xyz\\r\\n\\r\\n")
+    (b'NATS/1.0\\r\\nNats-Pin-Id: forged\\r\\n\\r\\n', 'xyz')
+    """
+    if block.endswith(_ENDS):
+        begin = block.rfind(b"\r\n", 0, -len(_ENDS)) + 2
+        if block.startswith(_PIN, begin):
+            pin_id = block[begin + len(_PIN) : -len(_ENDS)]
+            return block[:begin] + b"\r\n", pin_id.decode("ascii", "replace")
+    return block, ""
 
 
 def status_of(block: bytes) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from parti.model.headers import parse_headers, parse_reply
+from parti.model.headers import parse_headers, parse_reply, split_pin
 from parti.model.partition import Partition
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
@@ -62,7 +62,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
     @property
     def headers(self) -> Mapping[str, str]:
         """The publisher's headers; of a repeated name the first value."""
-        return parse_headers(self.header) if self.header else _NO_HEADERS
+        return parse_headers(split_pin(self.header)[0]) if self.header else _NO_HEADERS
 
     @property
     def partition(self) -> Partition:
