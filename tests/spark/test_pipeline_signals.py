@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT sent to a real `parti pipeline run` on a real stream: it stops, says so, and can go on."""
+"""SIGTERM and SIGINT sent to real commands that run Spark on a real stream: they stop, say so, and can go on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def place(nats_server: Server, stream_name: str, tmp_path: Path) -> Path:
 
 
 class Run:
-    """A run of bronze, in a process group with its Java."""
+    """A command, in a process group with its Java."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -76,9 +76,9 @@ class Run:
 
 
 @contextmanager
-def running(place: Path, *options: str) -> Iterator[Run]:
+def running(place: Path, *arguments: str) -> Iterator[Run]:
     process = subprocess.Popen(
-        command("pipeline", "run", "bronze", "--master", "local[2]", *options),
+        command(*arguments, "--master", "local[2]"),
         cwd=place,
         env=environment(**QUICK),
         stdout=subprocess.PIPE,
@@ -94,6 +94,9 @@ def running(place: Path, *options: str) -> Iterator[Run]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+BRONZE = ("pipeline", "run", "bronze")
+
+
 def taken(place: Path) -> int:
     """How many messages the table has: each once, and without a gap."""
     commits = Table(None, str(place / "lake"), "bronze").commits()
@@ -105,7 +108,7 @@ def taken(place: Path) -> int:
 
 def stops(place: Path, number: signal.Signals, code: int, *options: str) -> int:
     """Run until a batch is in the table and the next one has begun, and send the signal; returns what was taken."""
-    with running(place, *options) as run:
+    with running(place, *BRONZE, *options) as run:
         run.reaches("bronze: batch")
         run.gets(number)
         assert run.ends() == (code, f"parti: {number.name} stopped bronze; the same command goes on where it was")
@@ -122,8 +125,43 @@ def test_a_run_that_was_stopped_is_gone_on_with_and_a_second_signal_ends_it_with
     first = stops(place, signal.SIGINT, 1)
     second = stops(place, signal.SIGTERM, 1)
     assert 10 <= first < second < MESSAGES
-    with running(place, *ENDLESS) as run:
+    with running(place, *BRONZE, *ENDLESS) as run:
         run.reaches("bronze: batch")
         run.gets(signal.SIGINT, signal.SIGTERM)
         assert run.ends() == (128 + signal.SIGTERM, "")
     assert second < taken(place) < MESSAGES
+
+
+SLOW = """
+import time
+
+
+def row(message):
+    open({begun!r}, "w").close()
+    time.sleep({seconds})
+"""
+
+
+def test_a_table_that_is_not_finished_is_not_left_behind(place: Path, stream_name: str) -> None:
+    begun = place / "begun"
+    os.mkfifo(begun)
+    (place / "slow.py").write_text(SLOW.format(begun=str(begun), seconds=2 * EXIT_S))
+    table = ("replay", "table", "--stream", stream_name, "--handler", "slow:row", "--output", "lake/t")
+    with running(place, *table, "--schema", "n int") as run:
+        begun.read_bytes()
+        run.gets(signal.SIGINT)
+        code = 128 + signal.SIGINT
+        assert run.ends() == (code, "parti: SIGINT stopped the replay; no table is left behind")
+    assert not (place / "lake" / "t").exists()
+
+
+@pytest.mark.slow
+def test_a_compaction_that_is_stopped_changes_no_row(place: Path) -> None:
+    stops(place, signal.SIGINT, 1)
+    before = taken(place)
+    with running(place, "pipeline", "compact") as run:
+        run.reaches("starting Spark")
+        run.gets(signal.SIGTERM)
+        stopped = "the compaction; what is done stays done, and the same command does the rest"
+        assert run.ends() == (128 + signal.SIGTERM, f"parti: SIGTERM stopped {stopped}")
+    assert taken(place) == before

@@ -16,15 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parti.app.signals import leave_event
 from parti.cli.control import open_console, print_json, span, timestamp
 from parti.cli.options import BucketOption, JsonOption, NatsOption
-from parti.cli.spark_exit import exit_with_spark
+from parti.cli.spark_exit import stopped_by_signals
 from parti.config import Settings, load_settings
 from parti.errors import ConfigError
 from parti.jetstream.target import Target
 from parti.model.ledger import ledger_stream as ledger_stream_of
-from parti.spark.interruption import UntilAsked, interrupted_by
+from parti.spark.interruption import interrupted_by
 from parti.spark.lake import is_local
 from parti.spark.session import open_session
 from parti.telemetry.batch_metrics import BatchMetrics, check_metrics_file
@@ -117,15 +116,11 @@ def audit(
     prepared = prepare(question, before)
     console, began_s = open_console(), time.perf_counter()
     wishes = Wishes(skew_s=clock_skew, state=state, output=output, report=report)
-    result = None
-    with leave_event(exit_with_spark) as asked, UntilAsked(asked), _saying(console, quiet=json) as say:
+    what = "the audit; the same command does all of it again"
+    with stopped_by_signals(what) as asked, _saying(console, quiet=json) as say:
         say("starting Spark")
         with open_session("parti-audit", master) as spark, interrupted_by(asked, spark):
             result = run(spark, prepared, wishes, say)
-    if result is None:
-        assert asked.number is not None
-        typer.echo(f"parti: {asked.number.name} stopped the audit; the same command does all of it again", err=True)
-        raise typer.Exit(128 + asked.number)
     if metrics is not None:
         write_metrics(question.stream, result, metrics)
     if json:

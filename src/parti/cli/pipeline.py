@@ -18,7 +18,7 @@ from rich.text import Text
 from parti.app.signals import leave_event
 from parti.cli.control import count, open_console, print_json, span
 from parti.cli.options import JsonOption, NatsOption
-from parti.cli.spark_exit import exit_with_spark
+from parti.cli.spark_exit import exit_with_spark, stopped_by_signals
 from parti.config import Settings, load_settings
 from parti.errors import ConfigError, PartiError, PipelineFailed
 from parti.jetstream.target import Target
@@ -122,11 +122,12 @@ def compact_(master: MasterOption = None, lake: LakeOption = None) -> None:
     """Put small commits of all tables together; no row changes, and a killed compaction does no harm.
 
     Exit codes: 0 done, also when there was nothing to do, 2 settings not all right, or somebody is at work on
-    the lake.
+    the lake, 128 and its number after a signal.
     """
     _, settings = _settings(None, lake, None)
     console = open_console()
-    done = compact(settings, master=master, say=lambda text: console.print(text, style="dim"))
+    with stopped_by_signals("the compaction; what is done stays done, and the same command does the rest") as asked:
+        done = compact(settings, master=master, stop=asked, say=lambda text: console.print(text, style="dim"))
     for table in done:
         console.print(f"{table.table}: {count(table.before, 'commit')} became {table.after:,} ({table.rows:,} rows)")
     if not done:

@@ -22,12 +22,13 @@ from parti.app.replay import Outcome, Replay, Request, Rounds, Standing
 from parti.app.signals import on_leave_signals, run_interruptibly
 from parti.cli.control import count, listed, open_console, print_json, span
 from parti.cli.options import BucketOption, JsonOption, NatsOption
-from parti.cli.spark_exit import exit_with_spark
+from parti.cli.spark_exit import exit_with_spark, stopped_by_signals
 from parti.cli.worker import load_app
 from parti.config import load_settings
 from parti.errors import ConfigError, ReplayFailed
 from parti.jetstream.target import Target
 from parti.model.partition import Template
+from parti.spark.interruption import interrupted_by
 from parti.spark.options import Offset, read_offset
 from parti.spark.replay import SparkRounds
 from parti.spark.replay_table import TableRequest, reprocess
@@ -303,7 +304,8 @@ def table(
 
     Nothing is claimed, acknowledged or moved: no worker notices. The function is called with each message of a
     subject, in order, and returns a row (a mapping), several, or None. One that raises ends it, and no table is left
-    behind. Exit codes: 0 the table is there, 1 the function or Spark failed, 2 refused.
+    behind; so does SIGTERM or Ctrl-C. Exit codes: 0 the table is there, 1 the function or Spark failed, 2 refused,
+    128 and its number after a signal.
     """
     settings = load_settings({"nats": nats})
     request = TableRequest(
@@ -320,10 +322,16 @@ def table(
     request.check()
     configure_logging("error", settings.log_format)
     console = open_console()
-    with importable_for_tasks(), open_session("parti-replay", master, conf=_conf(py_files)) as spark:
-        try:
+    what = "the replay; no table is left behind"
+    try:
+        with (
+            stopped_by_signals(what) as asked,
+            importable_for_tasks(),
+            open_session("parti-replay", master, conf=_conf(py_files)) as spark,
+            interrupted_by(asked, spark),
+        ):
             rows = reprocess(spark, request)
-        except ReplayFailed as error:
-            typer.echo(f"parti: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(1) from None
+    except ReplayFailed as error:
+        typer.echo(f"parti: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
     console.print(f"Wrote {count(rows, 'row')} to {output}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,15 +27,24 @@ class Compacted:
 
 
 def compact_lake(
-    spark: SparkSession, lake: str, target_bytes: int, *, after: int = 0, recover: bool = True
+    spark: SparkSession,
+    lake: str,
+    target_bytes: int,
+    *,
+    after: int = 0,
+    recover: bool = True,
+    stop: threading.Event | None = None,
 ) -> list[Compacted]:
     """Compact every table of a lake that has at least `after` commits below the target.
 
     Without `recover` a query of this process may go on writing: what it has in hand is not taken for left over.
+    Raises InterruptedError instead of beginning with a table when `stop` is set.
     """
     tables = [Table(spark, lake, name) for name in table_names(files_of(spark, lake), lake)]
     done = []
     for table in tables:
+        if stop and stop.is_set():
+            raise InterruptedError(f"table {table.name} is left as it is")
         if recover:
             table.recover()
         before = table.commits()

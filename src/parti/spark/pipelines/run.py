@@ -113,13 +113,21 @@ def run(
 
 
 def compact(
-    settings: PipelineSettings, *, master: str | None = None, say: Say = lambda text: None
+    settings: PipelineSettings,
+    *,
+    master: str | None = None,
+    stop: threading.Event | None = None,
+    say: Say = lambda text: None,
 ) -> list[Compacted]:
-    """Compact the lake of the settings; raises ConfigError if somebody is at work on it."""
+    """Compact the lake of the settings; raises ConfigError if somebody is at work on it.
+
+    When `stop` is set, it raises InterruptedError before the next table, or what Spark raises in the middle of one.
+    """
+    asked = stop or threading.Event()
     with compacting(settings.lake):
         say("starting Spark")
-        with open_session("parti-pipeline", master) as spark:
-            return compact_lake(spark, settings.lake, settings.target_bytes)
+        with open_session("parti-pipeline", master) as spark, interrupted_by(asked, spark):
+            return compact_lake(spark, settings.lake, settings.target_bytes, stop=asked)
 
 
 class _Runner:
