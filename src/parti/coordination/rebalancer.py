@@ -359,9 +359,9 @@ class Rebalancer:
         return estates
 
     def _owners_before(self, commands: Sequence[Command]) -> set[str]:
-        """Who has the partitions that are about to be given to somebody."""
+        """Who has the partitions that are about to be given to somebody, or to rest: later nobody knows who had them."""
         claims = self._claims.claims
-        return {claims[c.partition].owner for c in commands if isinstance(c, Give) and c.partition in claims}
+        return {claims[c.partition].owner for c in commands if isinstance(c, Give | Free) and c.partition in claims}
 
     def _claim_for(self, command: Command, estates: Estates | None) -> Claim | None:
         """The claim that carries a command out; None when it should not be, by what has happened in the meantime."""

@@ -81,13 +81,15 @@ class Faults:
         self._orders[kind].remove(name)
         await self._give_orders()
 
-    async def _give_orders(self) -> None:
-        orders = Orders(
+    def _wanted(self) -> Orders:
+        return Orders(
             placed=dict(self._orders["placed"]),
             drained=tuple(dict.fromkeys(self._orders["drained"])),
             paused=tuple(dict.fromkeys(self._orders["paused"])),
         )
-        await self._world.give_orders(orders)
+
+    async def _give_orders(self) -> None:
+        orders = await self._world.give_orders(self._wanted)
         self._history.note(
             f"an operator orders: placed {orders.placed}, drained {orders.drained}, paused {orders.paused}"
         )

@@ -54,7 +54,8 @@ class History:
         self._keep_timeline = keep_timeline
         self._events: list[Event] = []
         self._stored: dict[str, list[int]] = {}
-        self._last_start: dict[int, Start] = {}
+        self._last_start: dict[int | tuple[int, str], Start] = {}
+        """Of each message, and of each message by each worker."""
 
     def note(self, what: str, who: str = "") -> None:
         """Put a line into the timeline."""
@@ -74,7 +75,7 @@ class History:
         """A handler was called."""
         start = Start(partition, seq, worker, fence, process, self._clock())
         self._events.append(start)
-        self._last_start[seq] = start
+        self._last_start[seq] = self._last_start[seq, worker] = start
         self.outcome.calls += 1
         if self._keep_timeline:
             self.note(f"{worker} starts {partition} {seq} (fence {fence % 100_000})", process)
@@ -96,12 +97,12 @@ class History:
         )
         self.note(f"{start.worker} gives up on {start.partition} {start.seq}: {why}", start.process)
 
-    def dead_lettered(self, seq: int) -> None:
-        """A message was stored as a dead letter, which finishes it too."""
+    def dead_lettered(self, seq: int, worker: str) -> None:
+        """A message was stored as a dead letter by a worker, which finishes it too."""
         self.note(f"message {seq} is dead-lettered")
-        # One that was noted before its process died may never have been started.
+        # A worker may send it for one that died in the handler, and that was noted before it got so far.
         never = Start(self.publishes[seq].partition, seq, "", 0, "", self._clock())
-        self.finished(self._last_start.get(seq, never))
+        self.finished(self._last_start.get((seq, worker)) or self._last_start.get(seq, never))
 
     def died(self, process: str) -> None:
         """A process has ended without storing its positions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
@@ -48,8 +49,14 @@ class Process:
         return self.offset_s + virtual_s * self.rate
 
     def virtual(self, own_s: float) -> float:
-        """The moment of virtual time at which its monotonic clock shows this."""
-        return (own_s - self.offset_s) / self.rate
+        """The moment of virtual time at which its monotonic clock shows this, and not, by rounding, a little less.
+
+        Otherwise whoever waits until then wakes up too early, again and again, since time stands still meanwhile.
+        """
+        found = (own_s - self.offset_s) / self.rate
+        while self.now(found) < own_s:
+            found = math.nextafter(found, math.inf)
+        return found
 
     @property
     def condition(self) -> Condition:

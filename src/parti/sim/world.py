@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from parti.app.worker import Job
@@ -150,7 +150,8 @@ class World:
         if delivery.sid == b"1":
             self._answers.append(json.loads(delivery.payload or b"{}"))
         else:
-            self.history.dead_lettered(int(parse_headers(delivery.header or b"")["Parti-Sequence"]))
+            letter = parse_headers(delivery.header or b"")
+            self.history.dead_lettered(int(letter["Parti-Sequence"]), letter["Parti-Worker"])
 
     async def _publish(self) -> None:
         if self.scenario.retention == "interest":
@@ -168,12 +169,13 @@ class World:
         while not self.network.up or self.network.leaderless:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
-    async def give_orders(self, orders: Orders) -> None:
-        """Write what an operator wants of the fleet."""
+    async def give_orders(self, wanted: Callable[[], Orders]) -> Orders:
+        """Write what operators want of the fleet, by the time the server takes it: later orders are not undone."""
         while True:
             await self._server_ready()
+            orders = wanted()
             if "seq" in self._ask(f"$KV.{BUCKET}.{ORDERS_KEY}", encode(orders)):
-                return
+                return orders
             await asyncio.sleep(_LOOK_S)  # There is no bucket yet.
 
     async def _handle(self, message: Message) -> None:

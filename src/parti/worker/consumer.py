@@ -105,7 +105,7 @@ class WorkerConsumer:
 
     def grant(self, granted: Granted) -> None:
         """Say where partitions begin that others have had, and which ones to get ready for."""
-        self._starts.granted = granted
+        self._starts.grant(granted)
 
     async def _prepare(self, vehicle: Vehicle, reason: str) -> bool:
         return await self._sessions.prepare(vehicle, reason)

@@ -59,20 +59,31 @@ class Starts:
         self._template = template
         self._only_new = only_new
         self._each_subject = each_subject
+        self._granted_from: dict[str, int] = {}
         self._news_from: dict[str, int] = {}
         self._states: dict[str, int] = {}
+
+    def grant(self, granted: Granted) -> None:
+        """Take in what the rebalancer says; positions that it has told before hold, also of what it takes away.
+
+        An update for an earlier word may still be under way, and what that brings must not be handled again.
+        """
+        self.granted = granted
+        if granted.stream_created == self.stream.created:
+            told = dict(granted.incoming) | {p: grant.position for p, grant in granted.grants.items()}
+            self._granted_from |= {p: max(at, self._granted_from.get(p, 0)) for p, at in told.items()}
 
     def position(self, partition_id: str, subject: str) -> int:
         """Where a partition stands; 0 when nothing is known of it."""
         if partition_id in self._states:
             # What is not in the state has to be handled again, whoever has handled it.
             return max(self._states[partition_id], self._lanes.roster.known_position(partition_id))
-        known = self._lanes.roster.known_position(partition_id)
-        granted = self.granted
-        if granted and granted.stream_created == self.stream.created:
-            grant = granted.grants.get(partition_id)
-            known = max(known, grant.position if grant else granted.incoming.get(partition_id, 0))
-        return max(known, self._news_from.get(partition_id, 0), self.record.position(partition_id, subject))
+        return max(
+            self._lanes.roster.known_position(partition_id),
+            self._granted_from.get(partition_id, 0),
+            self._news_from.get(partition_id, 0),
+            self.record.position(partition_id, subject),
+        )
 
     def begin_at(self, partition_id: str, position: int) -> None:
         """The partition begins where its state was saved, whatever else is known."""
@@ -111,8 +122,11 @@ class Starts:
         """The stream was made anew: nothing that is known holds."""
         self.stream = stream
         self.record = Progress(stream=stream.name, stream_created=stream.created)
+        self._granted_from.clear()
         self._news_from.clear()
         self._states.clear()
+        if self.granted:
+            self.grant(self.granted)  # it may speak of the new one already
 
     async def last_seq(self) -> int:
         """The stream's last sequence, by its leader."""

@@ -316,8 +316,13 @@ class Vehicle:
         self.reached.cursor = target
         metrics.resets.inc("update" if reason == "update" else "session")
         config = build_config(self.name, subjects, self._tuning(stream), existing=info.config)
-        if info.subjects != tuple(sorted(subjects)) or any(info.config.get(k) != v for k, v in config.items()):
+        refilters = info.subjects != tuple(sorted(subjects))
+        if refilters or any(info.config.get(k) != v for k, v in config.items()):
             await api.put_consumer(stream, config, action="update")
+        if refilters:
+            # Under the old filter, a pull of somebody who has lost the worker id, and stands or arrives late, has run
+            # the cursor past messages of added subjects.
+            await api.reset_consumer(stream, self.name, target)
         if hold:
             self.holds.until(hold, await self._starts.last_seq())
         if not self.settled_on:
