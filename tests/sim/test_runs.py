@@ -58,6 +58,10 @@ def test_what_was_lost_with_the_last_fault_may_take_as_long_as_the_server_takes_
         pytest.param(52507, "interest", id="a timer that ends too early by a rounding error"),
         pytest.param(80629, None, id="given more while it begins with what an earlier process carried"),
         pytest.param(70694, None, id="a worker that is told to leave while it looks where to begin"),
+        pytest.param(500568, None, id="a partition of a work-queue is paused, and its owner leaves"),
+        pytest.param(501149, None, id="a pull of one that is cut off stands on a consumer that is taken over"),
+        pytest.param(504140, None, id="given and taken away again while a consumer is updated"),
+        pytest.param(504657, None, id="a clock that shows a little less than what was waited for"),
     ],
 )
 def test_seeds_that_failed_once(seed: int, retention: str | None) -> None:

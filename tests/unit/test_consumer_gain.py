@@ -20,6 +20,7 @@ from parti.core.retry import RetryPolicy
 from parti.errors import PartiError, RequestTimeout
 from parti.jetstream.api import ConsumerInfo, StreamInfo
 from parti.jetstream.direct import Stored
+from parti.model.fleet import Grant
 from parti.model.message import Message
 from parti.model.partition import Template
 from parti.model.subjects import covers
@@ -28,6 +29,7 @@ from parti.telemetry.metrics import Metrics
 from parti.worker.consumer import WorkerConsumer
 from parti.worker.lanes import Lanes
 from parti.worker.runners import AsyncRunners
+from parti.worker.starts import Granted
 from parti.worker.vehicle import ConsumerPorts
 
 TEMPLATE = Template("dc.{p}")
@@ -303,3 +305,20 @@ async def test_partitions_that_an_earlier_run_owned_keep_their_positions_in_the_
     assert world.position("a") == 15
     assert world.position("b") == 15
     assert world.position("c") == 7
+
+
+async def test_a_position_that_was_granted_holds_when_the_next_word_takes_the_partition_away(
+    worlds: list[World],
+) -> None:
+    """The next word comes while the consumer is being updated: what is delivered until then belongs to the first."""
+    world = World(Server())
+    worlds.append(world)
+    world.consumer.grant(Granted({"a": Grant(fence_token=1, position=1)}, "t0"))
+    await world.start("a")
+    world.server.publish("b", "b")
+    world.consumer.grant(Granted({"a": Grant(1, 1), "b": Grant(fence_token=2, position=2)}, "t0"))
+    await world.update("a", "b")
+    world.consumer.grant(Granted({"a": Grant(1, 1)}, "t0"))
+    world.serve()
+    await world.acked(1, 2)
+    assert world.handled == [2]

@@ -359,7 +359,7 @@ class Rebalancer:
         return estates
 
     def _owners_before(self, commands: Sequence[Command]) -> set[str]:
-        """Who has the partitions that are about to be given to somebody, or to rest: later nobody knows who had them."""
+        """Who has the partitions that are about to be given to somebody, or to rest: later nobody knows that."""
         claims = self._claims.claims
         return {claims[c.partition].owner for c in commands if isinstance(c, Give | Free) and c.partition in claims}
 

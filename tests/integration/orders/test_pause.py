@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+from msgspec.structs import replace
 from tests.integration.conftest import Kit, eventually
-from tests.integration.fleet import PARTITIONS, Fleet, Journal, Traffic, claims_of, owners, running
+from tests.integration.fleet import FLEET, PARTITIONS, Fleet, Journal, Traffic, claims_of, owners, running
 from tests.integration.orders.operators import Operator, orders_in, owned_by
+from tests.integration.processes import WorkerProcess, write_app
 
+from parti.coordination.orders import change_orders
+from parti.jetstream.kv import Bucket
 from parti.model.fleet import Orders
 
 
@@ -102,6 +107,29 @@ async def test_partitions_of_a_work_queue_can_be_paused(kit: Kit, operator: Oper
         await operator.orders("resume", "p5")
         await eventually(lambda: fleet.journal.has(sent))
         fleet.journal.is_clean({p: [*first[p], *sent[p]] for p in PARTITIONS})
+
+
+async def test_a_paused_partition_of_a_work_queue_whose_owner_died_can_be_resumed(
+    kit: Kit, operator: Operator, tmp_path: Path
+) -> None:
+    await kit.delete_stream()
+    await kit.create_stream(retention="workqueue")
+    target = write_app(tmp_path, kit, ["p0"], **FLEET)
+    with WorkerProcess(tmp_path, target, kit.url, "--worker-id", "dies") as dies:
+        first = await kit.publish(["p0"])
+        await eventually(lambda: dies.by_partition == first)
+        dies.kill()
+        # Before its lease ends, so that the partition is taken from one that is not there, and given to nobody.
+        await change_orders(Bucket(kit.api, f"b{kit.root}"), lambda orders: replace(orders, paused=("p0",)))
+    with WorkerProcess(tmp_path, target, kit.url, "--worker-id", "lives") as lives:
+
+        async def rests() -> bool:
+            return (await claims_of(kit))["p0"].owner == ""
+
+        await eventually(rests)
+        sent = await kit.publish(["p0"])
+        await operator.orders("resume", "p0")
+        await eventually(lambda: lives.by_partition["p0"] == [*first["p0"], *sent["p0"]])
 
 
 async def test_a_fleet_that_is_not_running_can_be_told_for_later(kit: Kit, operator: Operator) -> None:
