@@ -8,6 +8,7 @@ import os
 import pty
 import struct
 import subprocess
+import sys
 import termios
 
 from tests.integration.processes import command, environment
@@ -16,11 +17,16 @@ from tests.integration.processes import command, environment
 class Terminal:
     """A command on a terminal of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, code: str = "") -> None:
+        """Run `parti` with these arguments, or a piece of Python."""
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self.process = subprocess.Popen(
-            command(*arguments), stdin=slave, stdout=slave, stderr=slave, env=environment(TERM="xterm")
+            [sys.executable, "-c", code] if code else command(*arguments),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment(TERM="xterm"),
         )
         os.close(slave)
         self.text = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import socket
 import sys
@@ -21,6 +20,7 @@ from parti.app.signals import run_interruptibly
 from parti.cli.control import open_console, open_control, open_server, print_json, read_settings
 from parti.cli.migrate_view import Bar, plan_json, print_plan, print_result, print_status, result_json, status_json
 from parti.cli.options import BucketOption, JsonOption, NatsOption
+from parti.cli.questions import confirmed
 from parti.cli.worker import load_app
 from parti.config import Settings
 from parti.coordination.control_plane import ControlPlane
@@ -267,7 +267,7 @@ async def _confirm(migrator: Migrator, action: Action, manner: Manner, *, yes: b
     would = (await migrator.foresee(action, manner)).removeprefix("would ")
     if not sys.stdin.isatty():
         raise ConfigError(f"this would {would}; say --yes if that is meant")
-    if not await asyncio.to_thread(typer.confirm, f"This will {would}. Go on?"):
+    if not await confirmed(f"This will {would}. Go on?"):
         raise ConfigError("nothing was done")
     return True
 
