@@ -45,8 +45,21 @@ def test_it_never_runs_ahead_of_the_wall_clock() -> None:
 
 def test_a_kernel_that_does_not_tell_leaves_the_wall_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for text in (None, ""):
-        monkeypatch.setattr(pace, "_PRESSURE", tmp_path / "cpu")
-        if text is not None:
-            (tmp_path / "cpu").write_text(text)
+        for name in ("_PRESSURE", "_STAT"):
+            monkeypatch.setattr(pace, name, tmp_path / name)
+            if text is not None:
+                (tmp_path / name).write_text(text)
         before_s = time.monotonic()
         assert before_s <= pace.unhindered_s() <= time.monotonic()
+
+
+def test_it_stands_still_while_the_host_gives_the_processors_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pace, "_PRESSURE", tmp_path / "none")
+    monkeypatch.setattr(pace, "_STAT", stat := tmp_path / "stat")
+    ticks = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
+    stat.write_text("cpu  1 2 3 4 5 6 7 0 9 10\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+    began_s = pace.unhindered_s()
+    stat.write_text(f"cpu  1 2 3 4 5 6 7 {5 * ticks} 9 10\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+    assert pace.unhindered_s() - began_s < -4
