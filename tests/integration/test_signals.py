@@ -89,7 +89,9 @@ class Servant:
     finished = 0
 
     async def start(self):
-        pass
+        if {slow}:
+            print("ready", flush=True)
+            await asyncio.Event().wait()
 
     def announce(self):
         print("ready", flush=True)
@@ -101,7 +103,7 @@ class Servant:
         return True
 
 
-sys.exit(run_on_loop(serve(Servant()), {loop!r}))
+sys.exit(run_on_loop(serve(Servant(), lambda: {slow} and print("speaks", flush=True)), {loop!r}))
 """
 
 
@@ -240,7 +242,7 @@ def test_without_an_event_loop_an_order_may_be_of_no_effect() -> None:
 
 @pytest.mark.parametrize("number", [SIGTERM, SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_worker_that_is_asked_drains_and_exits_with_0(number: signal.Signals, whose: str) -> None:
-    with child(SERVED.format(loop=whose)) as process:
+    with child(SERVED.format(loop=whose, slow=False)) as process:
         process.gets(number)
         assert process.reads() == "draining"
         process.told("go on")
@@ -248,8 +250,18 @@ def test_a_worker_that_is_asked_drains_and_exits_with_0(number: signal.Signals, 
         assert process.ends() == 0
 
 
+def test_a_worker_that_is_asked_while_it_starts_speaks_and_drains(whose: str) -> None:
+    with child(SERVED.format(loop=whose, slow=True)) as process:
+        process.gets(SIGTERM)
+        assert process.reads() == "speaks"
+        assert process.reads() == "draining"
+        process.told("go on")
+        assert process.reads() == "drained"
+        assert process.ends() == 0
+
+
 def test_a_worker_that_is_ordered_ends_in_the_middle_of_draining(whose: str) -> None:
-    with child(SERVED.format(loop=whose)) as process:
+    with child(SERVED.format(loop=whose, slow=False)) as process:
         process.gets(SIGTERM)
         assert process.reads() == "draining"
         process.gets(SIGTERM)
@@ -258,7 +270,7 @@ def test_a_worker_that_is_ordered_ends_in_the_middle_of_draining(whose: str) -> 
 
 def test_a_supervised_worker_goes_on_draining_whatever_comes(whose: str) -> None:
     slot = {"PARTI_SUPERVISED": "1", "PARTI_IDENTITY": "host-0", "PARTI_OWNER_TOKEN": "token"}
-    with child(SERVED.format(loop=whose), **slot) as process:
+    with child(SERVED.format(loop=whose, slow=False), **slot) as process:
         process.gets(SIGTERM)
         assert process.reads() == "draining"
         process.gets(SIGTERM)

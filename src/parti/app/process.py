@@ -70,7 +70,7 @@ def run_worker(worker: Servable) -> int:
 async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None) -> int:
     """Run a worker until SIGTERM or SIGINT, then drain; a second signal leaves at once.
 
-    Raises what `Worker.start` raises; calls `on_started` when it has not.
+    Raises what `Worker.start` raises; calls `on_started` when it has not, or is told to leave before that.
 
     Returns the exit code: 0 when everything was finished and stored, 1 when something was left to be delivered
     again.
@@ -81,6 +81,7 @@ async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None)
     supervised = own_slot() is not None
 
     def drain(number: signal.Signals) -> None:
+        on_started()  # whoever interrupts a start wants to know what goes on
         _log.info("draining: no new messages, running handlers finish", signal=number.name)
         leave.set()
 

@@ -233,8 +233,13 @@ def test_an_option_that_does_not_exist(in_a_directory: Path, capsys: pytest.Capt
 
 
 async def test_names_that_nobody_has_beside_a_running_fleet(
-    kit: Kit, operator: Operator, in_a_directory: Path, capsys: pytest.CaptureFixture[str]
+    kit: Kit,
+    operator: Operator,
+    in_a_directory: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PARTI_CONNECT_TIMEOUT_S", "20")  # there is a server, on a machine that may be busy
     places = {"--nats": kit.url, "--bucket": f"b{kit.root}"}
     async with kit.app(Record().handle, ["p0", "p1", "p2"], **FLEET).running():
         await operator.all_is_well(1)
