@@ -9,8 +9,8 @@ There are two ways to change what one carries:
   with no pull standing, the consumer is put back to the lowest position that is not finished, then it gets its
   filter, then it pulls. RESET comes first, so that a crash in between leaves a consumer that starts too early (its
   messages are recognised as finished) and never one that starts too late, whose server would take unfinished messages
-  for acknowledged. It comes again when the filter has changed: under the old one, a pull of somebody who had the
-  worker id before, and is cut off, has run the cursor past what was added.
+  for acknowledged. At a start it comes again when the filter has changed: under the old one, a pull of somebody who
+  had the worker id before, and is cut off, has run the cursor past what was added.
 """
 
 from __future__ import annotations

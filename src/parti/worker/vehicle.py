@@ -319,9 +319,9 @@ class Vehicle:
         refilters = info.subjects != tuple(sorted(subjects))
         if refilters or any(info.config.get(k) != v for k, v in config.items()):
             await api.put_consumer(stream, config, action="update")
-        if refilters:
+        if refilters and reason != "update":
             # Under the old filter, a pull of somebody who has lost the worker id, and stands or arrives late, has run
-            # the cursor past messages of added subjects.
+            # the cursor past messages of added subjects. For an update none may stand (`find_unpulled`).
             await api.reset_consumer(stream, self.name, target)
         if hold:
             self.holds.until(hold, await self._starts.last_seq())
