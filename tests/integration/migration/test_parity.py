@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.integration.migration.scene import NEW, OLD, Scene
 
 from parti.core.invariants import Event, Finish, Invariant, Start, check_history
 from parti.core.parity import Window
+from parti.jetstream.api import ConsumerInfo, JetStreamApi
 from parti.model.ledger import decode_batch
 
 
@@ -41,6 +43,27 @@ async def _ledger_tells_the_same(scene: Scene, ledger: str, answer: dict[str, An
     broken = {(each.invariant, each.partition) for each in check_history(published, events, unstored_s=1.0)}
     assert (Invariant.NO_LOSS, "p3") in broken
     assert {p for _, p in broken} == {"p3", "p9"}
+
+
+async def test_messages_that_the_server_has_stored_and_not_counted_yet_are_not_missing(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = JetStreamApi.consumer_info
+
+    async def behind(self: JetStreamApi, stream: str, consumer: str) -> ConsumerInfo:
+        info = await ask(self, stream, consumer)
+        return replace(info, pending=max(0, info.pending - 3))
+
+    scene = await make_scene(4)
+    async with scene.old_worker():
+        await scene.does(*scene.shadow)
+        async with scene.under_load():
+            await scene.grows(OLD)
+            monkeypatch.setattr(JetStreamApi, "consumer_info", behind)
+            answer = await scene.does("run", "--phase", "validate", "--windows", "2", "--window", "0.5")
+    for window in answer["windows"]:
+        assert window["incomplete"] == []
+        assert window["stored"] == window["new"]["delivered"] > 0
 
 
 async def test_a_broken_shadow_run_names_the_partition_that_nobody_has_and_the_one_that_two_have(

@@ -52,7 +52,8 @@ class Parity:
         last = (await site.api.stream_info(record.stream)).last_seq
         self._next = last + 1
         seconds = time.monotonic() - began_s
-        given, readers = await self._given(shadows, last)
+        stored = await self._stored(first, last)
+        given, readers = await self._given(shadows, stored, last)
         after = await self._all_consumers()
         if not has_shadows(record.retention):
             for worker, mine in record.shares.items():
@@ -60,7 +61,7 @@ class Parity:
                     readers[partition].append(worker)
         rows = compare(
             site.desk.old,
-            stored=await self._stored(first, last),
+            stored=stored,
             given=given,
             readers=readers,
             before=self._old(before),
@@ -131,7 +132,9 @@ class Parity:
         prefix, members = self._site.desk.migration.prefix, self._site.eye.situation.records.members
         return {n: s for n, s in consumers.items() if any(w in members for w in workers_of(n, prefix))}
 
-    async def _given(self, shadows: Sequence[str], last: int) -> tuple[dict[str, list[int]], dict[str, list[str]]]:
+    async def _given(
+        self, shadows: Sequence[str], stored: Mapping[str, list[int]], last: int
+    ) -> tuple[dict[str, list[int]], dict[str, list[str]]]:
         """What the shadow consumers are given up to a sequence, and who carries which partition."""
         site = self._site
         given: dict[str, list[int]] = defaultdict(list)
@@ -139,10 +142,20 @@ class Parity:
 
         async def read(name: str) -> None:
             info = await site.api.consumer_info(site.stream, name)
-            for subject in info.subjects:
-                if partition := self.partition_of.get(subject):
-                    readers[partition].append(name)
+            carried = [partition for s in info.subjects if (partition := self.partition_of.get(s))]
+            for partition in carried:
+                readers[partition].append(name)
             taken = await take(site.plane.connection, site.stream, name, most=info.pending, wait_s=_TAKE_S)
+            # The server counts what is pending a moment after it has stored it.
+            missing = {seq for partition in carried for seq in stored.get(partition, ())} - {
+                each.seq for each in taken
+            }
+            while missing:
+                more = await take(site.plane.connection, site.stream, name, most=len(missing), wait_s=_TAKE_S)
+                if not more:
+                    break
+                taken += more
+                missing -= {each.seq for each in more}
             self._on_taken(name, [each for each in taken if each.seq <= last])
             for each in taken:
                 if each.seq <= last and (partition := self.partition_of.get(each.subject)):
