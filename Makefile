@@ -10,7 +10,7 @@ JOBS   ?= 3
 
 .PHONY: help demo demo-transcode screenshots docs test test-slow tools lint format bench-worker bench-outage bench-slow bench-strategies bench-fleet bench-fleet-steps bench-profile bench-scale \
 	bench-coordination bench-backfill bench-state bench-audit bench-replay bench-ledger bench-spark-source bench-spark-sink \
-	bench-sink-kills bench-ingest-kills bench-approaches bench-acks bench-jobs bench-jobs-kills bench-overflow bench-pinned bench-check soak sim chaos chaos-migration requirements sbom audit-deps clean
+	bench-sink-kills bench-ingest-kills bench-approaches bench-acks bench-jobs bench-jobs-kills bench-overflow bench-pinned bench-check soak sim chaos chaos-ci chaos-restarts chaos-migration fuzz requirements sbom audit-deps clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -161,15 +161,30 @@ chaos: $(VENV)/.stamp-dev ## kill, stop, restart, cut off and move real workers;
 	@for r in limits workqueue; do \
 		$(CHAOS).cluster --moves 4 --batch 2 --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; done
 
+# Six runs of about 50 s: server kills, worker kills and odd messages, on every retention and both event loops.
+chaos-ci: $(VENV)/.stamp-dev ## five minutes of killed servers, killed workers and odd messages; part of .ci/run
+	@$(CHAOS).restarts --all --kills 9 --worker-kills 3 --odd-messages --results build/chaos $(CHAOS_ARGS)
+
+chaos-restarts: $(VENV)/.stamp-dev ## 10 runs of 10 server kills on every retention and both event loops (an hour)
+	@$(CHAOS).restarts --all --kills 10 --runs 10 --results build/chaos $(CHAOS_ARGS)
+
 chaos-migration: $(VENV)/.stamp-dev ## 2,000 per-partition consumers to 25 workers and back, under load; then small, the tool killed
 	@for r in limits workqueue; do \
 		$(CHAOS).migration --retention $$r --results build/chaos $(CHAOS_ARGS) || exit 1; \
 		$(CHAOS).migration --retention $$r --partitions 200 --workers 5 --hosts 2 --kill --at-once 10 \
 			--results build/chaos $(CHAOS_ARGS) || exit 1; done
 
+FUZZ_SECONDS ?= 1800
+FUZZ_ARGS ?= --seed 1
+fuzz: $(VENV)/.stamp-dev ## hostile input for half an hour: all targets, then a fleet (FUZZ_SECONDS=N: so long in all)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || { $(INSTALL) --require-hashes -r requirements/fuzz.txt; } || \
+		echo "atheris has no build for this platform or Python; going on without it" >&2
+	@$(BIN)/python -m fuzz.all --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
+
 requirements: $(VENV)/.stamp-build ## pin the requirements again (UPGRADE=1: to the newest versions)
 	@$(COMPILE) --all-extras pyproject.toml -o requirements/dev.txt
 	@$(COMPILE) -c requirements/dev.txt --no-annotate requirements/build.in -o requirements/build.txt
+	@$(COMPILE) -c requirements/dev.txt --no-annotate requirements/fuzz.in -o requirements/fuzz.txt
 	@$(COMPILE) -c requirements/dev.txt --no-annotate pyproject.toml -o requirements/core.txt
 	@for extra in $(EXTRAS); do \
 		$(COMPILE) -c requirements/dev.txt --no-annotate --extra $$extra pyproject.toml \
@@ -186,7 +201,7 @@ audit-deps: $(VENV)/.stamp-dev ## look for known vulnerabilities of all that is 
 
 clean: ## remove .venv and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find src tests benchmarks chaos examples -name __pycache__ -prune -exec rm -rf {} +
+	find src tests benchmarks chaos fuzz examples -name __pycache__ -prune -exec rm -rf {} +
 
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	--custom-compile-command "make requirements" $(if $(UPGRADE),--upgrade)

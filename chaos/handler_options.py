@@ -7,6 +7,8 @@ import msgspec
 ENV_OPTIONS = "CHAOS_HANDLER"
 ENV_PROCESS = "CHAOS_PROCESS"
 """Name of the process, and of the file with its notes."""
+LOOP = ".loop"
+"""Ending of the file that says whose event loop a worker process runs on."""
 
 
 class HandlerOptions(msgspec.Struct, frozen=True, kw_only=True):

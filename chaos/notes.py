@@ -148,6 +148,8 @@ class Notes:
         """Acknowledged to a publisher, and no handler has ended."""
         self.finished = 0
         """Ends of handlers."""
+        self.raised: set[int] = set()
+        """Messages whose handler raised: each must become a dead letter."""
         self.stray = 0
         """Ends without a start: a line is missing."""
         self._index: dict[str, int] = {}
@@ -196,6 +198,8 @@ class Notes:
             elif (row := process.open_rows.pop((partition, int(seq)), None)) is not None:
                 self.calls[partition].end(row, int(ns))
                 self._finish(int(seq))
+                if what == "R":
+                    self.raised.add(int(seq))
             else:
                 self.stray += 1
 

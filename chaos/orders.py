@@ -30,7 +30,7 @@ async def place(bucket: Bucket, placements: Mapping[str, str], *, timeout_s: flo
             orders: dict[str, Any] = json.loads(entry.value) if entry and entry.value else {}
             placed = {**orders.get("placed", {}), **placements}
             if placed != orders.get("placed"):
-                text = json.dumps({**orders, "placed": placed}).encode()
+                text = json.dumps({"kind": "orders", **orders, "placed": placed}).encode()
                 await bucket.put(KEY, text, revision=entry.revision if entry else 0)
         except WrongRevision:
             continue

@@ -50,6 +50,7 @@ def conclude(
     verdicts: Sequence[Verdict] = (),
     figures: Mapping[str, Any] | None = None,
     repeats_allowed: bool = False,
+    dead_letters_allowed: bool = False,
 ) -> Outcome:
     """Put together what every run reports; further verdicts and figures are the program's own."""
     found = ending.findings
@@ -57,7 +58,7 @@ def conclude(
     outcome = Outcome(
         name,
         {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k not in {"results", "keep"}},
-        [*_rules(ending, repeats_allowed=repeats_allowed), *verdicts],
+        [*_rules(ending, repeats_allowed, dead_letters_allowed), *verdicts],
         {
             "messages": found.messages,
             "handler calls": found.calls,
@@ -74,12 +75,18 @@ def conclude(
     )
     site.evidence = site.evidence or not outcome.passed
     outcome.evidence = site.directory if site.evidence else None
-    outcome.notices += [f"logged {n} x: {text}" for text, n in site.workers.complaints().most_common(10)]
+    outcome.notices += [f"logged {n} x: {printable(text)}" for text, n in site.workers.complaints().most_common(10)]
     return outcome
 
 
-def _rules(ending: Ending, *, repeats_allowed: bool) -> list[Verdict]:
+def printable(text: str, limit: int = 300) -> str:
+    """One bounded line for a terminal: a log may quote whatever was in a message."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:limit]
+
+
+def _rules(ending: Ending, repeats_allowed: bool, dead_letters_allowed: bool) -> list[Verdict]:
     found, counts = ending.findings, ending.findings.counts
+    dead_letters = 0 if dead_letters_allowed else ending.dead_letters
     verdicts = [
         Verdict(
             "lost",
@@ -99,9 +106,9 @@ def _rules(ending: Ending, *, repeats_allowed: bool) -> list[Verdict]:
     codes = sorted(set(ending.exit_codes))
     dead = f"{len(ending.crashed)} crashed {'; '.join(ending.crashed)[:300]}, exit codes {codes}"
     verdicts.append(Verdict("workers run until told to leave, and leave in order", dead, _left_well(ending)))
-    if not ending.all_published or ending.dead_letters or counts["Unnoted"] or ending.clock_jump_s > _CLOCK_LIMIT_S:
+    if not ending.all_published or dead_letters or counts["Unnoted"] or ending.clock_jump_s > _CLOCK_LIMIT_S:
         text = (
-            f"published all {ending.all_published}, dead letters {ending.dead_letters}, notes missing "
+            f"published all {ending.all_published}, dead letters {dead_letters}, notes missing "
             f"{counts['Unnoted']}, clock set by {ending.clock_jump_s:.4f} s"
         )
         verdicts.append(Verdict("the run itself", text, False))
@@ -118,7 +125,7 @@ def report(outcome: Outcome, results: Path | None = None) -> int:
     for notice in outcome.notices:
         console.print(notice, style="dim", highlight=False, markup=False)
     for name, figure in outcome.figures.items():
-        if figure not in ({}, None, ""):
+        if figure not in ({}, [], None, ""):
             console.print(f"{name}: {figure}", highlight=False, markup=False)
     passed = announce(outcome.verdicts, console)
     if outcome.evidence:

@@ -7,9 +7,9 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ from benchmarks.fleet import Observer, Place, observing
 
 from chaos.checker import IN_FLIGHT_SLACK_S, Findings, check
 from chaos.faults import Faults
-from chaos.handler_options import HandlerOptions
-from chaos.notes import Notes
+from chaos.handler_options import LOOP, HandlerOptions
+from chaos.notes import NOTES, PUBLISHED, Notes
 from chaos.workers import Publisher, Workers
 from parti.config import Settings
 from parti.embedded import Cluster, Server
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket
+from parti.model.partition import Template
 
 RETENTIONS = ("limits", "interest", "workqueue")
 STREAM = "CHAOS"
@@ -55,11 +56,21 @@ class Load:
     """Longest wait until all that was published is handled."""
     keep: Path | None = None
     """Where notes and logs are kept; a run with violations keeps them in any case."""
+    template: str = TEMPLATE
+    """With further keys besides `{p}` a partition spans all of their values."""
+    further: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the workers."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The partitions."""
         return tuple(f"p{n}" for n in range(self.partitions))
+
+    @property
+    def partition_ids(self) -> tuple[str, ...]:
+        """The partitions as parti knows them: the name, and `*` for each further key."""
+        further = ".*" * (len(Template(self.template).keys) - 1)
+        return tuple(f"{name}{further}" for name in self.names)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -71,6 +82,7 @@ class Load:
             "cold_start_window_s": 1.0,
             "scale_window_s": 0.5,
             "min_rebalance_interval_s": 0.5,
+            **self.further,
         }
 
     @property
@@ -115,8 +127,8 @@ class Site:
         self.notes = Notes(directory)
         handler = HandlerOptions(
             stream=STREAM,
-            template=TEMPLATE,
-            partitions=load.names,
+            template=load.template,
+            partitions=load.partition_ids,
             notes=str(directory),
             takes_ms=load.takes_ms,
             seed=load.seed,
@@ -159,7 +171,7 @@ class Site:
 
     async def _await_fleet(self) -> None:
         deadline_s = time.monotonic() + _JOIN_S
-        while problem := self.observer.unsettled(self.load.names, self.load.ids or self.load.workers):
+        while problem := self.observer.unsettled(self.load.partition_ids, self.load.ids or self.load.workers):
             crashed = self.workers.crashed()
             if crashed or time.monotonic() >= deadline_s:
                 raise RuntimeError(f"the fleet did not come up: {problem}; {'; '.join(crashed) or 'all workers run'}")
@@ -180,8 +192,11 @@ class Site:
         """Let it run, reading notes."""
         await self.until(lambda: False, seconds)
 
-    async def finish(self) -> Ending:
-        """Stop publishing, wait until all is handled, let the workers leave, and judge."""
+    async def finish(self, *, empty_within_s: float = 0.0) -> Ending:
+        """Stop publishing, wait until all is handled, let the workers leave, and judge.
+
+        `empty_within_s`: wait so long for a stream that removes what is acknowledged to be empty.
+        """
         crashed = self.workers.crashed()
         published = await self.publisher.stop()
         await self.until(lambda: not self.notes.unfinished, self.load.drain_s)
@@ -189,12 +204,28 @@ class Site:
         await self.rest(1.0)
         crashed += [text for text in self.workers.crashed() if text not in crashed]
         dead_letters = await self._dead_letters()
-        left = (await self.observer.api.stream_info(STREAM)).messages
+        left = await self._left(empty_within_s if self.load.retention != "limits" else 0.0)
+        waiting = await self._waiting() if left and empty_within_s else []
         codes = await self.workers.end_all()
         self.notes.poll(everything=True)
         jump_s = abs(time.time_ns() - time.monotonic_ns() - self._clock_ns) / 1e9
         findings = check(self.notes, self.faults.interruptions(), in_flight_s=self.load.in_flight_s)
-        return Ending(findings, published, codes, crashed, dead_letters, left, jump_s)
+        return Ending(findings, published, codes, crashed, dead_letters, left, jump_s, waiting)
+
+    async def _left(self, within_s: float) -> int:
+        deadline_s = time.monotonic() + within_s
+        while (left := (await self.observer.api.stream_info(STREAM)).messages) and time.monotonic() < deadline_s:
+            await self.rest(0.2)
+        return left
+
+    async def _waiting(self) -> list[str]:
+        names = await self.observer.api.consumer_names(STREAM)
+        raw = [await self.observer.api.call(f"CONSUMER.INFO.{STREAM}.{name}") for name in names]
+        return [
+            f"{info['name']}: {info['num_pending']} to come, {info['num_ack_pending']} not acknowledged, all up to "
+            f"{info['ack_floor']['stream_seq']} are"
+            for info in raw
+        ]
 
     async def _dead_letters(self) -> int:
         names = await self.observer.api.stream_names()
@@ -223,6 +254,8 @@ class Ending:
     """Messages in the stream when all were handled: none where the server removes what is acknowledged."""
     clock_jump_s: float
     """By how much the wall clock, which orders the notes, was set during the run."""
+    waiting: list[str] = field(default_factory=list)
+    """What the consumers say of messages that were left although the stream should be empty."""
 
 
 @asynccontextmanager
@@ -230,13 +263,13 @@ async def open_site(load: Load) -> AsyncIterator[Site]:
     """Start servers, make the stream and the bucket, and watch; nothing else runs yet."""
     directory = load.keep or Path(tempfile.mkdtemp(prefix="parti-chaos-"))
     directory.mkdir(parents=True, exist_ok=True)
-    for old in (*directory.glob("*.notes"), *directory.glob("*.published"), *directory.glob("*.log")):
+    for old in (path for ending in (NOTES, PUBLISHED, LOOP, ".log") for path in directory.glob(f"*{ending}")):
         old.unlink()
     server: Server | Cluster = Server() if load.nodes == 1 else Cluster(load.nodes)
     async with server:
         # Whoever connects to one node of a cluster learns of the others.
         first = server.url.partition(",")[0]
-        place = Place(first, STREAM, TEMPLATE, bucket="chaos", prefix="chaos")
+        place = Place(first, STREAM, load.template, bucket="chaos", prefix="chaos")
         await _create(first, load, place)
         async with observing(place) as observer:
             site = Site(load, server, directory, observer)
@@ -258,7 +291,7 @@ async def _create(url: str, load: Load, place: Place) -> None:
         api = JetStreamApi(connection)
         config = {
             "name": STREAM,
-            "subjects": [TEMPLATE.replace("{p}", "*")],
+            "subjects": [Template(load.template).pattern],
             "retention": load.retention,
             "storage": "file",
             "allow_direct": True,

@@ -19,6 +19,7 @@ from benchmarks.fleet import Place
 
 from chaos.handler_options import ENV_OPTIONS, ENV_PROCESS, HandlerOptions
 from chaos.notes import PUBLISHED
+from chaos.odd_messages import PLAIN
 from parti.embedded import launcher
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +168,8 @@ class Publisher:
 
     def __init__(self, name: str, directory: Path, place: Place, urls: str) -> None:
         command = [sys.executable, "-m", "chaos.publisher", "--name", name, "--servers", urls]
-        command += ["--subject", place.template.replace("{p}", "{}"), "--file", f"{name}{PUBLISHED}"]
+        subject = place.template.replace("{p}", "{}").replace("{kind}", PLAIN)
+        command += ["--subject", subject, "--file", f"{name}{PUBLISHED}"]
         self._process = spawn(command, directory, f"{name}.log", told=True)
 
     def set_rates(self, rates: Mapping[str, float]) -> None:

@@ -34,6 +34,9 @@ class Written:
     def end(self, process: str, at_s: float, seq: int, *, fence: int = 1, partition: str = "p") -> Written:
         return self._note("E", process, at_s, seq, fence, partition)
 
+    def fail(self, process: str, at_s: float, seq: int, *, fence: int = 1, partition: str = "p") -> Written:
+        return self._note("R", process, at_s, seq, fence, partition)
+
     def handle(self, process: str, calls: Mapping[int, float], *, fence: int = 1) -> Written:
         """Whole calls: the sequence, and the second in which it started; each takes 0.1 s."""
         for seq, at_s in calls.items():
@@ -100,6 +103,12 @@ def test_a_new_owner_that_begins_too_far_is_out_of_order(written: Written) -> No
 def test_a_repeat_without_a_fault_is_found(written: Written) -> None:
     found = written.publish(1, 2).handle("a", {1: 1, 2: 2}).handle("b", {2: 3}, fence=2).check()
     assert found.counts == {Invariant.NO_REPEAT_ON_PLANNED_MOVE: 1}
+    assert found.repeated == 1
+
+
+def test_a_call_that_failed_while_its_partition_was_released_may_be_tried_again(written: Written) -> None:
+    found = written.publish(1).start("a", 1.0, 1).fail("a", 1.1, 1).handle("b", {1: 2}, fence=2).check()
+    assert found.clean
     assert found.repeated == 1
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from chaos.notes import Notes
+from chaos.restarts import find_silent
 from chaos.timings import Spread, held_by, pauses, takeover_s
 
 MS = 1_000_000
@@ -93,3 +94,40 @@ def test_a_spread_of_few_figures() -> None:
     assert Spread.of([]) == Spread(0, 0.0, 0.0, 0.0)
     assert Spread.of([2.0]) == Spread(1, 2.0, 2.0, 2.0)
     assert Spread.of(n / 100 for n in range(1, 101)).p50_s == pytest.approx(0.505)
+
+
+def test_a_handler_that_raised_has_ended_and_its_message_is_remembered(tmp_path: Path) -> None:
+    notes = Notes(tmp_path)
+    append(tmp_path / "x.published", "1 p 5 6\n")
+    append(tmp_path / "a.notes", call(1, 1, 2).replace("E ", "R ") + call(2, 3, 4))
+    notes.poll(everything=True)
+    notes.close()
+    assert notes.raised == {1}
+    assert not notes.unfinished
+    assert notes.finished == 2
+
+
+@pytest.mark.parametrize(
+    ("since_ms", "workers", "found"),
+    [
+        pytest.param(3, ["a", "b"], [], id="all are at work"),
+        pytest.param(4, ["a", "b"], ["a is silent on 1 of its 2 partitions ['p']"], id="one partition stands still"),
+        pytest.param(4, ["b"], ["1 partitions of nobody that runs ['p']"], id="nobody has taken it over"),
+        pytest.param(3, ["a", "b", "c"], ["c is silent on 0 of its 0 partitions []"], id="a worker without any"),
+        pytest.param(
+            90,
+            ["a", "b"],
+            ["a is silent on 2 of its 2 partitions ['p', 'q']", "b is silent on 1 of its 1 partitions ['r']"],
+            id="all stand still",
+        ),
+    ],
+)
+def test_workers_and_partitions_that_stand_still_are_found(
+    tmp_path: Path, since_ms: int, workers: list[str], found: list[str]
+) -> None:
+    notes = Notes(tmp_path)
+    append(tmp_path / "a.notes", call(1, 3, 4) + call(2, 5, 6).replace(" p ", " q "))
+    append(tmp_path / "b.notes", call(3, 6, 7).replace(" p ", " r "))
+    notes.poll(everything=True)
+    notes.close()
+    assert find_silent(notes, workers, ["p", "q", "r"], since_ms * MS) == found

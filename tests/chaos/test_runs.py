@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from chaos.outcome import Outcome, report
 
-from chaos import kills, migration, moves, rolling, standby, stops
+from chaos import kills, migration, moves, restarts, rolling, standby, stops
 
 SMALL = ["--partitions", "6", "--rate", "120", "--ttl", "1"]
 pytestmark = pytest.mark.timeout(120)
@@ -26,6 +26,17 @@ async def test_nothing_is_lost_when_a_worker_is_killed() -> None:
     outcome = await kills.run(kills.parse([*SMALL, "--workers", "2", "--kills", "1"]))
     shown(outcome)
     assert outcome.figures["faults"] == {"kill": 1}
+
+
+# What a write to a closed connection does depends on the event loop; what a lost acknowledgement does, on the stream.
+@pytest.mark.parametrize(
+    ("retention", "loop"), [("workqueue", "uvloop"), pytest.param("interest", "asyncio", marks=pytest.mark.slow)]
+)
+async def test_every_worker_goes_on_when_the_server_is_killed(retention: str, loop: str) -> None:
+    arguments = ["--workers", "2", "--kills", "2", "--every", "2", "--after", "2", "--ttl", "5"]
+    outcome = await restarts.run(restarts.parse([*SMALL, *arguments, "--retention", retention, "--loop", loop]))
+    shown(outcome)
+    assert outcome.figures["faults"] == {"server kill": 2}
 
 
 @pytest.mark.slow
