@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from parti.cli.main import main
 from parti.config import Settings, load_settings
+from parti.core.accounts import layout_commands, layout_config, layout_of
 from parti.core.permissions import claims_of, config_style, inbox_of, jwt_style, permissions_of
-from parti.core.role_calls import ROLES, Names, Role, calls_of
+from parti.core.role_calls import MEMBERS, ROLES, Names, Role, calls_of
 from parti.core.role_matrix import EXAMPLE, actions, may, permissions_reference
 from parti.errors import ConfigError
 from parti.model.subjects import covers
@@ -154,6 +156,27 @@ def test_the_page_of_the_roles_is_current() -> None:
         (["--stream", "S", "--retention", "ever"], "--retention 'ever': expected one of limits, interest, workqueue"),
         (["--stream", "S", "--subject", "a..b"], "a..b"),
         (["--stream", "S", "--jobs", "*"], "--jobs '*': expected a stream name"),
+        (["--stream", "S", "--layout", "flat"], "--layout 'flat': expected one of accounts, single"),
+        (
+            ["--stream", "S", "--subject", ">"],
+            "--subject '>': whoever publishes to it could call the server's own API",
+        ),
+        (["--stream", "S", "--subject", "*.x"], "--subject '*.x': whoever publishes to it"),
+        (["--stream", "S", "--jobs-subject", "$KV.b.>"], "--subject '$KV.b.>': whoever publishes to it"),
+        (["--stream", "S", "--subject", "$SRV.>"], "--subject '$SRV.>': whoever publishes to it"),
+        (
+            ["--stream", "S", "--subject", "_INBOX_observer.>"],
+            "could call the server's own API or answer in its place",
+        ),
+        (["--stream", "S", "--role", "publisher"], "--role publisher: expected what it publishes to; add --subject"),
+        (["--stream", "S", "--user", "ann\n}}}\nroot"], r"--user 'ann\n}}}\nroot': expected letters, digits and"),
+        (["--stream", "S", "--account", "A\nnsc delete operator"], r"--account 'A\nnsc delete operator': expected"),
+        (["--stream", "S", "--account", "$SYS"], "--account '$SYS': expected letters, digits and"),
+        (["--stream", "S", "--subject", "a.\x1b.>"], r"subject 'a.\x1b.>' has characters that cannot be seen"),
+        (
+            ["--stream", "S", "--subject", "a,$KV.>", "--style", "jwt"],
+            "nsc reads a comma or a quote as the end of one",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +210,59 @@ def test_somebody_has_to_make_the_stream(capsys: pytest.CaptureFixture[str]) -> 
     assert "{ user: admin, password: $ADMIN_PASSWORD }" in capsys.readouterr().out
     assert main(["perms", "--stream", "S", "--role", "observer"]) == 0
     assert "admin" not in capsys.readouterr().out
+
+
+# ── accounts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+OUTSIDERS = tuple(role for role in ROLES if role not in MEMBERS)
+
+
+@pytest.mark.parametrize("role", OUTSIDERS)
+def test_who_is_apart_makes_nothing_that_names_a_subject_to_write_to(role: Role) -> None:
+    subjects = user_of(role, replace(FULL, apart=True)).publish_subjects
+    wide = (".CONSUMER.CREATE.", ".CONSUMER.MSG.NEXT.", ".STREAM.CREATE.", ".STREAM.UPDATE.", ".STREAM.DELETE.")
+    assert subjects
+    assert not [subject for subject in subjects if any(each in subject for each in wide)]
+
+
+def test_each_who_is_apart_has_an_account_that_imports_its_calls_and_no_others() -> None:
+    users = [user_of(role, replace(FULL, apart=role in OUTSIDERS)) for role in ROLES]
+    layout = layout_of(users, "A")
+    assert [user.user for user in layout.members] == list(MEMBERS)
+    for user in layout.outsiders:
+        imported = {each.subject for each in layout.imports_of(f"A-{user.user}")}
+        needed = {*user.publish_subjects, *user.subscribe_subjects} - {f"{user.inbox_prefix}.>", "$SYS.REQ.USER.INFO"}
+        assert imported - {"$JS.API.INFO"} == needed - {"$JS.API.INFO"}
+        # Without it the server would give the account an empty API of its own.
+        assert ("$JS.API.INFO" in imported) == (user.user != "publisher")
+    for style in (layout_config(layout), layout_commands(layout)):
+        for each in layout.shared:
+            assert each.subject in style
+
+
+def test_the_name_of_an_export_is_its_own() -> None:
+    layout = layout_of([user_of(role, replace(FULL, apart=True)) for role in OUTSIDERS], "A")
+    assert len({each.name for each in layout.shared}) == len(layout.shared)
+
+
+@pytest.mark.parametrize("style", ["config", "jwt", "json"])
+def test_each_layout_says_what_it_does_not_protect(style: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["perms", "--stream", "S", "--subject", "s.>", "--style", style]
+    assert main([*arguments, "--layout", "single"]) == 0
+    assert "ONE ACCOUNT, for people and processes that trust each other" in capsys.readouterr().out
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "users of the first account trust each other" in printed.out
+    assert printed.err == ""
+
+
+def test_a_user_who_may_publish_nothing_is_not_given_everything() -> None:
+    """The server takes an empty list for no limit."""
+    nobody = user_of("publisher", Names("S", "b", "p", "d", "d"))
+    assert nobody.publish == ()
+    assert 'publish { deny: ">" }' in config_style([nobody], "A")
+    assert "--deny-pub '>'" in jwt_style([nobody], "A")
+    assert claims_of(nobody)["pub"] == {"deny": [">"]}
 
 
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────

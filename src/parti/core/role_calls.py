@@ -1,8 +1,11 @@
 """What each role needs to be allowed by the server, and a harmless way to find out whether it is.
 
 A role is what a user of NATS is for: a worker, a worker that may also be elected to the offices of the fleet
-(leader), an operator, an observer, a reader from Spark, somebody who migrates. A leader is a worker too, an operator
-an observer too.
+(leader), an operator, an observer, a reader from Spark, a publisher, somebody who migrates. A leader is a worker too,
+an operator an observer too.
+
+Workers, leaders and migrators are members: they make consumers, so they are in the account that holds the streams.
+The others can be apart, each in an account of its own (`parti.core.accounts`).
 
 A probe is a message that, allowed, changes nothing: a question, a request whose body is no JSON, a publish that
 expects a sequence which no stream has reached, or a subscription that ends at once.
@@ -22,14 +25,16 @@ from parti.model.ledger import ledger_subject
 from parti.model.letter_mark import mark_subject, marks_stream
 from parti.model.migration import OLD_CONSUMERS
 
-Role = Literal["worker", "leader", "operator", "observer", "spark-reader", "migrator"]
-ROLES: tuple[Role, ...] = ("worker", "leader", "operator", "observer", "spark-reader", "migrator")
+Role = Literal["worker", "leader", "operator", "observer", "spark-reader", "publisher", "migrator"]
+ROLES: tuple[Role, ...] = ("worker", "leader", "operator", "observer", "spark-reader", "publisher", "migrator")
+MEMBERS: tuple[Role, ...] = ("worker", "leader", "migrator")
+"""Roles that need consumers, and with them the account of the streams."""
 Kind = Literal["ask", "broken", "expecting", "listen", "none"]
 """How to probe: a plain request; one whose body is no JSON; a publish with an expectation that fails; a subscription
 (all others are publishes); not at all, because no harmless form is known."""
 
 _PROBE = "parti-doctor"
-_OWN_KEYS = ("ids", "health", "progress", "load")
+_OWN_KEYS = ("ids", "health", "progress", "load", "stalls")
 """What a worker writes about itself."""
 _SERVICE = "parti"
 
@@ -77,6 +82,9 @@ class Names:
     jobs_subjects: tuple[str, ...] = ()
     creates: bool = True
     """Leaders make what is missing."""
+    apart: bool = False
+    """The user has an account of its own: it reads by requests, and makes neither consumers nor streams. Both name
+    subjects in their configuration that the server then writes to."""
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -99,6 +107,7 @@ def calls_of(role: Role, names: Names) -> tuple[Call, ...]:
         "operator": _operator,
         "observer": _observer,
         "spark-reader": _spark_reader,
+        "publisher": _publisher,
         "migrator": _migrator,
     }
     found: dict[str, Call] = {}
@@ -116,11 +125,26 @@ def _api(verb: str, purpose: str, kind: Kind = "ask", *, below: bool = False) ->
     return Call(f"{subject}.*" if below else subject, purpose, f"{subject}.{_PROBE}" if below else subject, kind)
 
 
-def _reading(stream: str, purpose: str) -> Iterator[Call]:
-    """Through a consumer that the server pushes from, and that is deleted afterwards."""
+def _reading(stream: str, purpose: str, *, apart: bool = False) -> Iterator[Call]:
+    """Through a consumer that the server pushes from, and that is deleted afterwards; apart: by requests."""
+    if apart:
+        yield _api(f"STREAM.INFO.{stream}", purpose)
+        yield _api(f"STREAM.MSG.GET.{stream}", purpose, "broken")
+        return
     yield _api(f"CONSUMER.CREATE.{stream}", purpose, "broken", below=True)
     yield _api(f"CONSUMER.DELETE.{stream}", purpose, below=True)
-    yield Call(f"$JS.FC.{stream}.>", purpose, f"$JS.FC.{stream}.{_PROBE}", "ask")
+    for root in _both_forms("$JS.FC", stream):
+        yield Call(f"{root}.>", purpose, f"{_one_of(root)}.{_PROBE}", "ask")
+
+
+def _both_forms(root: str, place: str) -> tuple[str, str]:
+    """Where the server wants an answer to a delivery, without and with domain and account (`js_ack_fc_v2`)."""
+    return f"{root}.{place}", f"{root}.*.*.{place}"
+
+
+def _acks(stream: str, consumer: str, purpose: str, kind: Kind) -> Iterator[Call]:
+    for root in _both_forms("$JS.ACK", f"{stream}.{consumer}"):
+        yield Call(f"{root}.>", purpose, f"{_one_of(root)}.1.1.1.1.0", kind)
 
 
 def _key(bucket: str, key: str, purpose: str) -> Call:
@@ -140,7 +164,7 @@ def _observer(names: Names) -> Iterator[Call]:
     bucket, stream = f"KV_{names.bucket}", names.stream
     letters, marks = names.dead_letter_stream, marks_stream(names.dead_letter_stream)
     yield _api(f"STREAM.INFO.{bucket}", "finding the fleet")
-    yield from _reading(bucket, "reading the fleet")
+    yield from _reading(bucket, "reading the fleet", apart=names.apart)
     yield _api(f"STREAM.MSG.GET.{bucket}", "reading positions", "broken")
     yield _api(f"STREAM.INFO.{stream}", "counting what waits")
     yield _api(f"DIRECT.GET.{stream}", "counting what waits", "broken")
@@ -149,11 +173,11 @@ def _observer(names: Names) -> Iterator[Call]:
     if names.history:
         yield _api(f"STREAM.INFO.{history_stream(names.bucket)}", "the history of a partition")
         yield _api(f"STREAM.MSG.GET.{history_stream(names.bucket)}", "the history of a partition", "broken")
-        yield from _reading(history_stream(names.bucket), "the history, in the console")
+        yield from _reading(history_stream(names.bucket), "the history, in the console", apart=names.apart)
     yield _api(f"STREAM.INFO.{letters}", "dead letters")
     yield _api(f"STREAM.MSG.GET.{letters}", "dead letters", "broken")
-    yield from _reading(letters, "dead letters")
-    yield from _reading(marks, "which dead letters were sent back")
+    yield from _reading(letters, "dead letters", apart=names.apart)
+    yield from _reading(marks, "which dead letters were sent back", apart=names.apart)
     yield _api("INFO", "limits of the account, for 'parti doctor'")
     yield _api("STREAM.NAMES", "leftovers, for 'parti doctor'")
     yield _api(f"CONSUMER.NAMES.{stream}", "leftovers, for 'parti doctor'")
@@ -168,7 +192,7 @@ def _watching_jobs(names: Names) -> Iterator[Call]:
     yield _api(f"STREAM.INFO.{bucket}", "whether there are jobs")
     if names.jobs_stream:
         yield _api(f"STREAM.MSG.GET.{bucket}", "records of jobs", "broken")
-        yield from _reading(bucket, "records of jobs")
+        yield from _reading(bucket, "records of jobs", apart=names.apart)
         yield _api(f"CONSUMER.INFO.{names.jobs_stream}.{durable}", "how many jobs wait")
 
 
@@ -178,7 +202,8 @@ def _operator(names: Names) -> Iterator[Call]:
     yield _key(names.bucket, "orders", "giving orders")
     yield _api(f"STREAM.MSG.DELETE.{letters}", "removing dead letters", "broken")
     yield _api(f"STREAM.INFO.{marks_stream(letters)}", "sending dead letters back")
-    yield _api(f"STREAM.CREATE.{marks_stream(letters)}", "sending dead letters back", "broken")
+    if not names.apart:
+        yield _api(f"STREAM.CREATE.{marks_stream(letters)}", "sending dead letters back", "broken")
     marks = mark_subject(letters, "*")
     yield Call(marks, "sending dead letters back", mark_subject(letters, 0), "expecting")
     yield _api(f"STREAM.MSG.GET.{names.stream}", "payloads that dead letters have left there", "broken")
@@ -278,8 +303,7 @@ def _consuming(names: Names, stream: str) -> Iterator[Call]:
         for verb in ("RESET", "UNPIN"):
             subject = f"$JS.API.CONSUMER.{verb}.{stream}.{consumer}"
             yield Call(subject, "its consumer", subject.replace("*", _PROBE), "none")
-        acks = f"$JS.ACK.{stream}.{consumer}.>"
-        yield Call(acks, "acknowledgements", f"$JS.ACK.{stream}.{_PROBE}.1.1.1.1.0", "none" if known else "ask")
+        yield from _acks(stream, consumer, "acknowledgements", "none" if known else "ask")
 
 
 def _own_keys(names: Names) -> Iterator[Call]:
@@ -311,7 +335,7 @@ def _jobs(names: Names) -> Iterator[Call]:
     yield _api(f"CONSUMER.CREATE.{stream}.{durable}", "jobs", "broken")
     yield _api(f"CONSUMER.INFO.{stream}.{durable}", "jobs")
     yield _api(f"CONSUMER.MSG.NEXT.{stream}.{durable}", "jobs", "none")
-    yield Call(f"$JS.ACK.{stream}.{durable}.>", "jobs", f"$JS.ACK.{stream}.{durable}.1.1.1.1.0", "none")
+    yield from _acks(stream, durable, "jobs", "none")
     yield _key(names.jobs_bucket, f"jobs.{durable}.*", "records of jobs")
     letters = f"{names.dead_letter_subject}.{stream}"
     yield Call(f"{letters}.>", "dead letters", f"{letters}.{_PROBE}", "expecting")
@@ -348,9 +372,14 @@ def _spark_reader(names: Names) -> Iterator[Call]:
     for stream in filter(None, (names.stream, names.ledger_stream)):
         yield _api(f"STREAM.INFO.{stream}", "where the stream begins and ends")
         yield _api(f"STREAM.MSG.GET.{stream}", "whether the end was reached", "broken")
-        if not names.keeps and stream == names.stream:
+        if names.apart or (not names.keeps and stream == names.stream):
             yield _api(f"DIRECT.GET.{stream}", "reading", "broken")
             continue
         yield _api(f"CONSUMER.CREATE.{stream}", "reading", "broken", below=True)
         for verb in ("DELETE", "MSG.NEXT"):
             yield _api(f"CONSUMER.{verb}.{stream}", "reading", below=True)
+
+
+def _publisher(names: Names) -> Iterator[Call]:
+    for subject in (*names.subjects, *names.jobs_subjects):
+        yield Call(subject, "messages of the app", _one_of(subject), "expecting")

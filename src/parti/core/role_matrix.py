@@ -7,10 +7,11 @@ command sends is known only by running it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from parti.core.accounts import layout_of
 from parti.core.permissions import MEANINGS, UserPermissions, inbox_of, permissions_of
-from parti.core.role_calls import ROLES, Names, Role
+from parti.core.role_calls import MEMBERS, ROLES, Names, Role
 from parti.model.history import history_stream
 from parti.model.subjects import covers
 
@@ -47,7 +48,13 @@ COMMANDS: Mapping[str, tuple[Role, ...]] = {
     "parti migrate, planned and run, there and back": ("migrator",),
     "reading a range for Spark": ("worker", "leader", "spark-reader", "migrator"),
 }
-"""Who can run which command to its end."""
+"""Who can run which command to its end, with one account."""
+APART_COMMANDS: Mapping[str, tuple[Role, ...]] = {
+    **COMMANDS,
+    # By requests, which whoever counts what waits is allowed, too.
+    "reading a range for Spark": ("worker", "leader", "operator", "observer", "spark-reader", "migrator"),
+}
+"""The same with accounts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,11 @@ def permissions_reference(names: Names = EXAMPLE) -> str:
         "Every cell of the two tables is tried on a real server by `tests/integration/security/test_roles.py`.",
         "[Security](../security.md) is the guide; `parti perms --stream NAME` prints the lists with your own names.",
         "",
+        "The tables say what a user is allowed directly, with one account (`--layout single`). That keeps mistakes",
+        "small and stops no attack: [answers go where the asker says]"
+        "(../../SECURITY.md#answers-go-where-the-asker-says). With",
+        "`--layout accounts` the roles that are no members of the fleet have accounts of their own, see the end.",
+        "",
         *(f"- **{role}**: {MEANINGS[role]}." for role in ROLES),
         "",
         "## Commands",
@@ -154,7 +166,32 @@ def permissions_reference(names: Names = EXAMPLE) -> str:
         lines += [f"| `{call.subject}` | {call.purpose} |" for call in user.publish]
         lines += ["", "| subscribe to | for |", "|---|---|"]
         lines += [f"| `{call.subject}` | {call.purpose} |" for call in user.subscribe]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *_accounts_section(names), ""])
+
+
+def _accounts_section(names: Names) -> list[str]:
+    """What passes between accounts, and who may have it."""
+    apart = replace(names, apart=True)
+    outsiders = [role for role in ROLES if role not in MEMBERS]
+    users = [permissions_of([role], apart, user=role, inbox_prefix=inbox_of(role)) for role in outsiders]
+    layout = layout_of(users, "PARTI")
+    lines = [
+        "",
+        "## With accounts",
+        "",
+        f"{', '.join(MEMBERS)} are in the account of the streams, with the lists above. Each of the others is in an",
+        "account of its own and has nothing of the streams but these imports. No call among them makes a consumer or",
+        "a stream. Those who read a stream for Spark do so by direct gets, which operators and observers can, too.",
+        "",
+        f"| import | for | {' | '.join(outsiders)} |",
+        f"|---|---|{'---|' * len(outsiders)}",
+    ]
+    for each in layout.shared:
+        importers = ["yes" if f"PARTI-{role}" in each.accounts else "" for role in outsiders]
+        kind = "several answers" if each.several else "" if each.service else "stream"
+        what = f"`{each.subject}`{f' ({kind})' if kind else ''}"
+        lines.append(f"| {what} | {each.purpose} | {' | '.join(importers)} |")
+    return lines
 
 
 def _table(title: str, rows: Iterable[tuple[str, Sequence[Role]]]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.integration.security.guarded import (
     Deployment,
+    accounts_config,
     guarded_config,
     guarded_server,
     make_stream,
@@ -23,7 +24,7 @@ from parti.jetstream.connection import Connection
 from parti.telemetry.logs import configure_logging
 
 Type = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
-ORDERS = Deployment("orders")
+ORDERS, APART = Deployment("orders"), Deployment("orders", apart=True)
 
 
 @pytest.fixture(autouse=True)
@@ -35,20 +36,31 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     configure_logging("error")
 
 
+@pytest.fixture(scope="module", params=[ORDERS, APART], ids=["one-account", "accounts"])
+def deployment(request: pytest.FixtureRequest) -> Deployment:
+    """The deployment `orders`, in both layouts that `parti perms` prints."""
+    assert isinstance(request.param, Deployment)
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Server]:
-    """A server with a user for each role of the deployment `orders`."""
-    with guarded_server([ORDERS], guarded_config([ORDERS])) as server:
+def guarded(deployment: Deployment) -> Iterator[Server]:
+    """A server with a user for each role of the deployment."""
+    config = accounts_config(deployment) if deployment.apart else guarded_config([deployment])
+    with guarded_server([deployment], config) as server:
         yield server
 
 
 @pytest.fixture
-async def root(guarded: Server) -> AsyncIterator[JetStreamApi]:
-    """Somebody who may do all, on a server where only an empty stream is."""
+async def root(guarded: Server, deployment: Deployment) -> AsyncIterator[JetStreamApi]:
+    """Somebody who may do all, on a server where only an empty stream is.
+
+    With accounts nobody but members and people who may do all can make streams: dead letters are sent back with one.
+    """
     connection = await Connection.open(root_settings(guarded.url), name="root")
     api = JetStreamApi(connection)
     await api.ensure_stream({"name": "KEEPER", "subjects": ["keeper"]})
-    await make_stream(api, ORDERS)
+    await make_stream(api, deployment)
     yield api
     for name in await api.stream_names():
         if name != "KEEPER":
@@ -57,10 +69,10 @@ async def root(guarded: Server) -> AsyncIterator[JetStreamApi]:
 
 
 @pytest.fixture
-def typed(guarded: Server, capsys: pytest.CaptureFixture[str]) -> Type:
+def typed(guarded: Server, deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> Type:
     """Type a command as the user of a role; returns exit code, stdout and stderr."""
 
-    async def type_(role: str, *arguments: str, deployment: Deployment = ORDERS) -> tuple[int, str, str]:
+    async def type_(role: str, *arguments: str) -> tuple[int, str, str]:
         return await typed_as(guarded.url, deployment, role, capsys, *arguments)
 
     return type_

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import os
@@ -12,12 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from tests.integration.commands import type_command
 
 import parti
 from parti.cli.main import main
 from parti.config import Settings
 from parti.core.permissions import inbox_of, password_variable
-from parti.core.role_calls import ROLES
+from parti.core.role_calls import MEMBERS, ROLES
 from parti.embedded import Server
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
@@ -43,6 +43,8 @@ class Deployment:
 
     name: str
     account: str = "PARTI"
+    apart: bool = False
+    """All but members are in accounts of their own, and read by requests."""
 
     @property
     def stream(self) -> str:
@@ -58,13 +60,19 @@ class Deployment:
             "dead_letter_subject": f"{self.name}-dlq",
         }
 
+    @property
+    def root(self) -> str:
+        """Who may do all in its account."""
+        return ROOT if self.account == "PARTI" else f"{ROOT}-{self.name}"
+
     def user(self, role: str) -> str:
         return f"{self.name}-{role}"
 
     def login(self, role: str) -> dict[str, str]:
         """The settings of a process that runs as a role's user."""
         user = self.user(role)
-        return {"user": user, "password": f"pw-{user}", "inbox_prefix": inbox_of(user)}
+        login = {"user": user, "password": f"pw-{user}", "inbox_prefix": inbox_of(user)}
+        return {**login, "read_by": "requests"} if self.apart and role not in MEMBERS else login
 
     def app(self, url: str, role: str, handler: Any, partitions: Any, **settings: Any) -> parti.App:
         """An app whose process runs as a role's user."""
@@ -84,6 +92,8 @@ class Deployment:
     def perms(self, *options: str, role: str = "", **settings: str) -> str:
         """What `parti perms` prints for this deployment."""
         arguments = ["perms", "--stream", self.stream, "--subject", f"{self.name}.in.>", "--account", self.account]
+        if "--layout" not in options:
+            arguments += ["--layout", "single"]
         if role:
             arguments += ["--role", role, "--user", self.user(role)]
         printed = io.StringIO()
@@ -111,12 +121,34 @@ def guarded_config(
     return f"accounts {{\n  PARTI {{\n    jetstream: enabled\n    users: [\n{every}    ]\n  }}\n}}\n{more}"
 
 
+def accounts_config(deployment: Deployment, *options: str, more: str = "") -> str:
+    """What `parti perms --layout accounts` prints, and nothing else; its admin is the one who may do all."""
+    text = deployment.perms("--layout", "accounts", "--admin", *options)
+    for role in ROLES:
+        # As printed, a user is called like its role; here several deployments can be on one server.
+        text = text.replace(f"        user: {role}\n", f"        user: {deployment.user(role)}\n")
+        text = text.replace(f"${password_variable(role)}\n", f"${password_variable(deployment.user(role))}\n")
+        text = text.replace(f'"{inbox_of(role)}.>"', f'"{inbox_of(deployment.user(role))}.>"')
+    root = f"user: {deployment.root}, password: {deployment.root}"
+    return f"{text.replace('user: admin, password: $ADMIN_PASSWORD', root)}{more}"
+
+
+def joined(*configs: str) -> str:
+    """Several configurations with accounts as one: the server takes the last `accounts` block only."""
+    inner = [config.partition("\naccounts {\n")[2].rpartition("}\n")[0] for config in configs]
+    return f"accounts {{\n{''.join(inner)}}}\n"
+
+
+def passwords(deployments: Sequence[Deployment]) -> dict[str, str]:
+    """Variables of the server's environment."""
+    users = [each.user(role) for each in deployments for role in ROLES]
+    return {password_variable(user): f"pw-{user}" for user in users}
+
+
 @contextlib.contextmanager
 def guarded_server(deployments: Sequence[Deployment], config: str) -> Iterator[Server]:
     """Start it; passwords reach the server as `parti perms` has them, by its environment."""
-    users = [each.user(role) for each in deployments for role in ROLES]
-    passwords = {password_variable(user): f"pw-{user}" for user in users}
-    with patch.dict(os.environ, passwords):
+    with patch.dict(os.environ, passwords(deployments)):
         server = Server(config=config)
         server.start_sync()
     try:
@@ -125,8 +157,8 @@ def guarded_server(deployments: Sequence[Deployment], config: str) -> Iterator[S
         server.stop_sync()
 
 
-def root_settings(url: str) -> Settings:
-    return Settings(nats=(url,), user=ROOT, password=ROOT)  # type: ignore[arg-type]
+def root_settings(url: str, root: str = ROOT) -> Settings:
+    return Settings(nats=(url,), user=root, password=root)  # type: ignore[arg-type]
 
 
 async def make_stream(api: JetStreamApi, deployment: Deployment, **config: Any) -> None:
@@ -142,8 +174,6 @@ async def typed_as(
     url: str, deployment: Deployment, role: str, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, str, str]:
     """Type a command as the user of a role; returns exit code, stdout and stderr."""
-    capsys.readouterr()
     with patch.dict(os.environ, deployment.variables(url, role)):
-        code = await asyncio.to_thread(main, list(arguments))
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+        said = await type_command(capsys, *arguments)
+    return said.code, said.out, said.err

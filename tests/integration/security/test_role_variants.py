@@ -362,13 +362,25 @@ async def test_what_subjects_cannot_forbid() -> None:
             await JetStreamApi(leader).call("STREAM.CREATE.orders-hot-ORDERS", copy)
             await leader.close()
             await eventually(lambda: _holds_one(root, "orders-hot-ORDERS"), 10)
+            # Its configuration can also name where the server publishes what is stored: any call, any key.
+            forged = {"src": "orders-history.*", "dest": "$JS.API.STREAM.DELETE.{{wildcard(1)}}"}
+            leader = await open_as(server.url, ORDERS, "leader")
+            made = {"name": "orders-history", "subjects": ["orders-history.>"], "republish": forged}
+            await JetStreamApi(leader).call("STREAM.CREATE.orders-history", made)
+            await JetStreamApi(leader).publish("orders-history.SECRET", b"")
+            await leader.close()
+            await eventually(lambda: _is_gone(root, "SECRET"), 10)
             # Whoever may make consumers of a stream can change and delete those of others.
-            made = {"name": "orders-worker-0", "durable_name": "orders-worker-0", "ack_policy": "explicit"}
-            await root.put_consumer("ORDERS", made, action="create")
+            own = {"name": "orders-worker-0", "durable_name": "orders-worker-0", "ack_policy": "explicit"}
+            await root.put_consumer("ORDERS", own, action="create")
             spark = await open_as(server.url, ORDERS, "spark-reader")
             await JetStreamApi(spark).delete_consumer("ORDERS", "orders-worker-0")
             await spark.close()
             assert await root.consumer_names("ORDERS") == []
+
+
+async def _is_gone(api: JetStreamApi, stream: str) -> bool:
+    return stream not in await api.stream_names()
 
 
 async def _holds_one(api: JetStreamApi, stream: str) -> bool:

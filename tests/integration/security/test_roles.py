@@ -6,20 +6,21 @@ import asyncio
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from tests.integration.conftest import Record, eventually
 from tests.integration.security.conftest import ORDERS, Type
-from tests.integration.security.guarded import make_stream, open_as
+from tests.integration.security.guarded import Deployment, make_stream, open_as
 from tests.integration.security.migrating import WHAT, make_old_consumers, write_app
 
 import parti
 from parti.core.fleet_view import FleetState
 from parti.core.permissions import password_variable, permissions_of
-from parti.core.role_calls import ROLES, Role
-from parti.core.role_matrix import COMMANDS, EXAMPLE, Action, actions, may
+from parti.core.role_calls import MEMBERS, ROLES, Role
+from parti.core.role_matrix import APART_COMMANDS, COMMANDS, EXAMPLE, Action, actions, may
 from parti.embedded import Server
 from parti.errors import PartiError, PermissionDenied
 from parti.jetstream.api import JetStreamApi
@@ -123,10 +124,15 @@ async def test_a_user_who_may_not_be_elected_works_all_the_same(
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_every_cell_of_the_table_of_commands(guarded: Server, root: JetStreamApi, typed: Type) -> None:
+async def test_every_cell_of_the_table_of_commands(
+    guarded: Server, deployment: Deployment, root: JetStreamApi, typed: Type
+) -> None:
     """Those that are refused say in one line which permission is missing, at once, and leave all as it was."""
+    commands = APART_COMMANDS if deployment.apart else COMMANDS
     tried: dict[tuple[str, Role], bool] = {}
-    await _try_workers(guarded, tried)
+    await _try_workers(guarded, deployment, tried)
+    if deployment.apart:
+        await root.ensure_stream({"name": "orders-dlq-replays", "subjects": ["orders-dlq-replays.*"]})
     seen = Strict()
     leading = ORDERS.app(guarded.url, "leader", seen.handle, PARTITIONS)
     following = ORDERS.app(guarded.url, "worker", seen.handle, PARTITIONS, may_lead=False)
@@ -138,9 +144,9 @@ async def test_every_cell_of_the_table_of_commands(guarded: Server, root: JetStr
             await seen.reaches(4)
             await eventually(lambda: _letters(root, 4), 10)
             await root.publish("$KV.orders.migration", encode(await _migration(root)))
-            for text in (text for text in COMMANDS if text.startswith("parti ") and "," not in text):
+            for text in (text for text in commands if text.startswith("parti ") and "," not in text):
                 # Whoever may is last, so that there is something to refuse to the others.
-                for role in sorted(ROLES, key=lambda role: role in COMMANDS[text]):
+                for role in sorted(ROLES, key=lambda role: role in commands[text]):
                     before = await _orders(root)
                     code, out, err = await typed(role, *text.split()[1:])
                     tried[text, role] = code == 0
@@ -153,8 +159,8 @@ async def test_every_cell_of_the_table_of_commands(guarded: Server, root: JetStr
     for role in sorted(ROLES, key=lambda role: role == "migrator"):
         tried["parti migrate, planned and run, there and back", role] = await _migrates(role, typed)
     for role in ROLES:
-        tried["reading a range for Spark", role] = await asyncio.to_thread(_reads_range, guarded, role)
-    wanted = {(text, role): role in roles for text, roles in COMMANDS.items() for role in ROLES}
+        tried["reading a range for Spark", role] = await asyncio.to_thread(_reads_range, guarded, deployment, role)
+    wanted = {(text, role): role in roles for text, roles in commands.items() for role in ROLES}
     assert tried == wanted, {cell: tried.get(cell) for cell in wanted if tried.get(cell) != wanted[cell]}
 
 
@@ -193,17 +199,18 @@ async def _orders(api: JetStreamApi) -> tuple[int, int]:
     return newest, letters.messages
 
 
-async def _try_workers(guarded: Server, tried: dict[tuple[str, Role], bool]) -> None:
+async def _try_workers(guarded: Server, deployment: Deployment, tried: dict[tuple[str, Role], bool]) -> None:
     """Start a worker as each role; the leader is the first that may, and founds the fleet."""
     alone, beside = "parti worker, the first of its fleet", "parti worker, with may_lead=false beside a leader"
     for role in ROLES:
-        tried[alone, role] = await _starts(guarded, role, may_lead=True)
+        tried[alone, role] = await _starts(guarded, deployment, role, may_lead=True)
     for role in ROLES:
-        tried[beside, role] = await _starts(guarded, role, may_lead=False)
+        tried[beside, role] = await _starts(guarded, deployment, role, may_lead=False)
 
 
-async def _starts(guarded: Server, role: Role, *, may_lead: bool) -> bool:
-    app = ORDERS.app(guarded.url, role, Record().handle, PARTITIONS, may_lead=may_lead, cold_start_window_s=0.0)
+async def _starts(guarded: Server, deployment: Deployment, role: Role, *, may_lead: bool) -> bool:
+    given = {"may_lead": may_lead, "cold_start_window_s": 0.0}
+    app = deployment.app(guarded.url, role, Record().handle, PARTITIONS, **given)
     worker = app.worker()
     try:
         await worker.start()
@@ -215,8 +222,8 @@ async def _starts(guarded: Server, role: Role, *, may_lead: bool) -> bool:
     return True
 
 
-def _reads_range(guarded: Server, role: Role) -> bool:
-    settings = ORDERS.settings(guarded.url, role)
+def _reads_range(guarded: Server, deployment: Deployment, role: Role) -> bool:
+    settings = deployment.settings(guarded.url, role)
     with pytest.MonkeyPatch.context() as patched:
         assert settings.password
         patched.setenv("PARTI_PASSWORD", settings.password.get_secret_value())
@@ -235,11 +242,14 @@ def _reads_range(guarded: Server, role: Role) -> bool:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_every_cell_of_the_table_of_calls(role: Role, guarded: Server, root: JetStreamApi) -> None:
+async def test_every_cell_of_the_table_of_calls(
+    role: Role, guarded: Server, deployment: Deployment, root: JetStreamApi
+) -> None:
     """What is allowed has no effect here (no JSON, or an expectation that fails); what is not is refused at once."""
     await root.ensure_stream({"name": "orders-dlq", "subjects": ["orders-dlq.>"]})
-    user = permissions_of([role], EXAMPLE, user=ORDERS.user(role), inbox_prefix="_INBOX_x")
-    connection = await open_as(guarded.url, ORDERS, role)
+    names = replace(EXAMPLE, apart=deployment.apart and role not in MEMBERS)
+    user = permissions_of([role], names, user=deployment.user(role), inbox_prefix="_INBOX_x")
+    connection = await open_as(guarded.url, deployment, role)
     try:
         wanted = {each.what: may(user, each) for each in actions(EXAMPLE)}
         found = {each.what: await _is_allowed(connection, each) for each in actions(EXAMPLE)}
@@ -267,10 +277,12 @@ async def _is_allowed(connection: Connection, action: Action) -> bool:
     return True
 
 
-async def test_an_answer_reaches_nobody_but_who_asked(guarded: Server, root: JetStreamApi) -> None:
+async def test_an_answer_reaches_nobody_but_who_asked(
+    guarded: Server, deployment: Deployment, root: JetStreamApi
+) -> None:
     """The inbox of a user is its own, and one user's prefix is no part of another's."""
-    listener = await open_as(guarded.url, ORDERS, "observer")
-    asker = await open_as(guarded.url, ORDERS, "operator")
+    listener = await open_as(guarded.url, deployment, "observer")
+    asker = await open_as(guarded.url, deployment, "operator")
     try:
         heard: list[str] = []
 
@@ -290,11 +302,32 @@ async def test_an_answer_reaches_nobody_but_who_asked(guarded: Server, root: Jet
         await asker.close()
 
 
-def test_the_server_takes_what_perms_prints_with_every_option() -> None:
-    options = ("--stateful", "--jobs", "WORK", "--jobs-subject", "work.>", "--retention", "interest", "--admin")
+@pytest.mark.parametrize("layout", ["single", "accounts"])
+def test_the_server_takes_what_perms_prints_with_every_option(layout: str) -> None:
+    options = (
+        "--layout",
+        layout,
+        "--stateful",
+        "--jobs",
+        "WORK",
+        "--jobs-subject",
+        "work.>",
+        "--retention",
+        "interest",
+        "--admin",
+    )
     text = ORDERS.perms(*options, ledger="full", consumer_shards="3", worker_id="one")
     assert len(re.findall(r"^        user: ", text, re.MULTILINE)) == len(ROLES)
     # As printed, with the names of the roles as users: the server refuses to start with a line that it cannot read.
     passwords = {password_variable(user): "p1" for user in (*ROLES, "admin")}
     with patch.dict(os.environ, passwords), Server(config=text) as server:
+        assert server.running
+
+
+@pytest.mark.parametrize("layout", ["single", "accounts"])
+@pytest.mark.parametrize("name", ["ann.b@example.com", "true", "1k", "include"])
+def test_the_server_takes_unusual_names_and_subjects(layout: str, name: str) -> None:
+    subjects = ("--subject", "größe.{x}.>", "--subject", 'a"b\\c.#.>')
+    text = ORDERS.perms("--layout", layout, "--role", "publisher", "--user", name, "--account", name, *subjects)
+    with patch.dict(os.environ, {password_variable(name): "p1"}), Server(config=text) as server:
         assert server.running
