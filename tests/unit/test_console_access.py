@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from parti.console.access import COOKIE, Access, is_loopback, names_this_machine, read_access
+from parti.console.access import COOKIE, Access, Proxies, is_loopback, names_this_machine, read_access
 from parti.errors import ConfigError
 
 TOKEN = "a-token-that-is-long-enough"
@@ -76,6 +78,14 @@ def test_secrets_are_in_no_repr() -> None:
     assert PASSWORD not in text
 
 
+@pytest.fixture(autouse=True)
+def private_files() -> Iterator[None]:
+    """Files of these tests are for their owner only."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
 def test_secrets_are_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     (tmp_path / "users").write_text(f"# who may look\n\nada:{PASSWORD}\nbob:pass:word:with:colons\n")
@@ -116,6 +126,29 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         read_access(tmp_path / "token", None)
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o602], ids=oct)
+@pytest.mark.parametrize("which", ["console_token_file", "console_basic_auth_file"])
+def test_a_file_that_others_may_read_or_write_is_refused_in_a_line(tmp_path: Path, which: str, mode: int) -> None:
+    file = tmp_path / "a secret"
+    file.write_text(TOKEN if which == "console_token_file" else f"ada:{PASSWORD}")
+    file.chmod(mode)
+    link = tmp_path / "..data"
+    link.symlink_to(file)
+    given = (link, None) if which == "console_token_file" else (None, link)
+    with pytest.raises(ConfigError) as caught:
+        read_access(*given)
+    text = str(caught.value)
+    assert text == (
+        f"{which}: other users may read or write {link} (mode {mode:04o}), expected 0600; run 'chmod 600 {link}' "
+        f"(Kubernetes: defaultMode 0400 of the volume), or accept it with console_allow_readable_files=true"
+    )
+    assert read_access(*given, readable=True).required
+    file.chmod(0o600)
+    assert read_access(*given).required
+    file.chmod(0o400)
+    assert read_access(*given).required
+
+
 @pytest.mark.parametrize(
     ("address", "loopback"),
     [
@@ -144,7 +177,52 @@ def test_only_addresses_of_this_machine_are_loopback(address: str, loopback: boo
         ("evil.example:8787", False),
         ("127.0.0.1.evil.example:8787", False),
         ("", False),
+        ("LOCALHOST", True),
+        ("127.8.8.8:1", True),
+        ("localhost%", False),
+        ("localhost%evil.example", False),
+        ("127.0.0.1%evil.example:8787", False),
+        ("127.0.0.1%25evil.example", False),
+        ("[::1%evil.example]:8787", False),
+        ("::1", False),
+        ("[::1", False),
+        ("::1]", False),
+        ("[[::1]]", False),
+        ("[127.0.0.1]", False),
+        ("[::ffff:127.0.0.1]", False),
+        ("localhost.", False),
+        ("localhost:", False),
+        ("localhost:80:80", False),
+        ("localhost:\u0661", False),
+        ("localhost:8787\n", False),
+        (" localhost", False),
+        ("user@localhost", False),
+        ("localhost/x", False),
+        ("127.1", False),
+        ("0x7f000001", False),
+        ("2130706433", False),
+        ("0.0.0.0", False),
+        ("[::]", False),
     ],
 )
 def test_a_name_of_somebody_else_does_not_name_this_machine(host: str, ours: bool) -> None:
     assert names_this_machine(host) is ours
+
+
+@pytest.mark.parametrize(
+    ("address", "trusted"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("10.1.2.3", True),
+        ("10.2.0.1", False),
+        ("::ffff:10.2.0.1", False),
+        ("fe80::1%eth0", False),
+        ("", False),
+        ("proxy.example", False),
+    ],
+)
+def test_a_proxy_is_trusted_by_its_address(address: str, trusted: bool) -> None:
+    assert Proxies(["127.0.0.0/8", "::1/128", "10.1.0.0/16"]).trusts(address) is trusted
+    assert not Proxies().trusts(address)

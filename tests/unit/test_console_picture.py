@@ -153,3 +153,24 @@ def test_a_worker_keeps_its_colour_and_a_new_one_gets_a_colour_that_is_free() ->
     assert dict(colours.assign(["a", "b", "c"])) == {"a": 0, "b": 1, "c": 2}
     assert dict(colours.assign(["a", "c"])) == {"a": 0, "c": 2}
     assert dict(colours.assign(["a", "c", "d", "e"])) == {"a": 0, "c": 2, "d": 1, "e": 3}
+
+
+def test_control_characters_of_letters_jobs_and_workers_are_shown_as_escapes() -> None:
+    evil = "a\x1b[2J\u202e\u2028b"
+    headers = dict.fromkeys(("Parti-Error", "Parti-Subject", "Parti-Partition", "Parti-Stream", "Parti-Worker"), evil)
+    record = JobRecord(
+        stream="S", seq=1, subject=evil, published_ns=1, state=JobState.RUNNING, phrase=evil, error=evil
+    )
+    reading = Reading(
+        situation=situation(
+            ids__w_0=member(),
+            health__w_0=HealthRecord(incarnation=1, problems=(evil,), failing={"p": evil}, at=NOW),
+        ),
+        letters={3: Letter(3, NOW, headers)},
+        jobs={"j.1": Line("j.1", record)},
+    )
+    picture = draw(reading, Colours(), NOW)
+    for section in ("workers", "failing", "letters", "jobs"):
+        text = json.dumps(picture[section], ensure_ascii=False)
+        assert "a\\\\x1b[2J\\\\u202e\\\\u2028b" in text
+        assert not set(text) & set("\x1b\u202e\u2028")

@@ -10,11 +10,12 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import re
 import secrets
-from collections.abc import Mapping
-from http.cookies import CookieError, SimpleCookie
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from parti.config.secret_files import find_exposure
 from parti.errors import ConfigError
 
 COOKIE = "parti-console"
@@ -22,6 +23,7 @@ LEAST_TOKEN = 16
 LEAST_PASSWORD = 12
 MOST_SECRET = 1024
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?", re.ASCII)
 
 
 class Access:
@@ -60,7 +62,9 @@ class Access:
         """Whether the headers `Authorization` and `Cookie` of a request name a secret."""
         if not self.required:
             return True
-        if self._token and hmac.compare_digest(_session_in(cookie).encode(), self._session.encode()):
+        if self._token and any(
+            hmac.compare_digest(given.encode(), self._session.encode()) for given in _sessions_in(cookie)
+        ):
             return True
         kind, _, value = authorization.partition(" ")
         if kind.lower() == "bearer":
@@ -83,12 +87,12 @@ class Access:
         return found
 
 
-def _session_in(cookie: str) -> str:
-    try:
-        morsel = SimpleCookie(cookie).get(COOKIE)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""
+def _sessions_in(cookie: str) -> Iterator[str]:
+    """Yield the values of our cookie, which need no quotes; the standard library takes long for many of them."""
+    for pair in cookie.split(";"):
+        name, _, value = pair.strip().partition("=")
+        if name == COOKIE:
+            yield value
 
 
 def is_loopback(address: str) -> bool:
@@ -99,21 +103,60 @@ def is_loopback(address: str) -> bool:
         return address.lower() in _LOOPBACK_NAMES
 
 
+def is_host(host: str) -> bool:
+    """Whether this can be the header `Host`: a name, an IPv4 address or one of IPv6 in brackets, and a port."""
+    return _HOST.fullmatch(host) is not None
+
+
 def names_this_machine(host: str) -> bool:
     """Whether the header `Host` of a request names this machine itself.
 
     A page of somebody else can make a name of its own lead to 127.0.0.1 and would then read what it likes; the name
-    that it was opened under still stands in this header.
+    that it was opened under still stands in this header. So there is nothing to be generous about in it.
     """
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    return is_loopback(name.strip("[]"))
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
+    in_brackets, name = found.groups()
+    if name is not None and name.lower() in _LOOPBACK_NAMES:
+        return True
+    try:
+        address = ipaddress.IPv6Address(in_brackets) if name is None else ipaddress.IPv4Address(name)
+    except ValueError:
+        return False
+    return address.is_loopback
+
+
+class Proxies:
+    """The proxies whose word counts for how a browser has reached them."""
+
+    def __init__(self, networks: Iterable[str] = ()) -> None:
+        self._networks = [ipaddress.ip_network(network, strict=False) for network in networks]
+
+    def trusts(self, address: str) -> bool:
+        """Whether a connection from this address is one of theirs."""
+        try:
+            found = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:
+            return False
+        mapped = getattr(found, "ipv4_mapped", None)
+        return any((mapped or found) in network for network in self._networks)
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_access(token_file: Path | None, basic_auth_file: Path | None) -> Access:
-    """Read the secrets; raises `ConfigError`, without them, for files that cannot be used."""
+def read_access(token_file: Path | None, basic_auth_file: Path | None, *, readable: bool = False) -> Access:
+    """Read the secrets; raises `ConfigError`, without them, for files that cannot be used.
+
+    `readable`: other users may be able to read them.
+    """
+    for setting, path in (("console_token_file", token_file), ("console_basic_auth_file", basic_auth_file)):
+        if not readable and path is not None and (exposure := find_exposure(setting, path)):
+            raise ConfigError(
+                f"{exposure.text}; run '{exposure.fix}' (Kubernetes: defaultMode 0400 of the volume), or accept it "
+                f"with console_allow_readable_files=true"
+            )
     token = _read_token(token_file) if token_file else ""
     return Access(token, _read_passwords(basic_auth_file) if basic_auth_file else None)
 

@@ -26,9 +26,11 @@ from parti.coordination.orders import Situation
 from parti.coordination.worker_rows import WorkerRow, worker_rows
 from parti.core.causes import sentence
 from parti.core.dead_letter import Letter
+from parti.core.fleet_report import FleetReport, waits_for_room
 from parti.jobs.desk import Line, Queue
 from parti.model.fleet import Claim, LeaderRecord
 from parti.model.history import HistoryRecord
+from parti.model.safe_text import escape_line
 
 Picture: TypeAlias = dict[str, dict[str, Any]]
 Difference: TypeAlias = dict[str, dict[str, Any]]
@@ -114,7 +116,9 @@ def draw(reading: Reading, colours: Colours, now: datetime) -> Picture:
             for name, claim in records.claims.items()
             if (shown := _partition(claim, situation, name)) is not None
         },
-        "failing": {p: text for row in rows if row.report.health for p, text in row.report.health.failing.items()},
+        "failing": {
+            p: escape_line(text) for row in rows if row.report.health for p, text in row.report.health.failing.items()
+        },
         "moves": {str(seq): _move(record) for seq, record in reading.moves.items()},
         "letters": {str(seq): _letter(letter) for seq, letter in reading.letters.items()},
         "jobs": {name: _job(line) for name, line in (reading.jobs or {}).items()},
@@ -144,13 +148,14 @@ def _fleet(reading: Reading, rows: Iterable[WorkerRow]) -> dict[str, Any]:
     orders, fleet = situation.orders, situation.fleet
     said = [row.report.health for row in rows if row.report.health and row.report.member]
     rate, lag = totals(reading)
+    problems = map(escape_line, _problems(situation, report))
     return {
         "bucket": reading.bucket,
         "servers": reading.servers,
         "stream": fleet.stream if fleet else "",
         "subject": fleet.template if fleet else "",
         "rebalancer": _leader(report.leader),
-        "problems": list(report.problems) if situation.records.members else ["no worker is running"],
+        "problems": list(problems),
         "partitions": report.partitions,
         "moving": len(report.moving),
         "unowned": len(report.unowned),
@@ -180,7 +185,7 @@ def _leader(leader: LeaderRecord | None) -> dict[str, Any] | None:
         "term": leader.term,
         "since": _ms(leader.since),
         "state": leader.state or "elected",
-        "reason": leader.reason,
+        "reason": escape_line(leader.reason),
         "strategy": leader.strategy,
     }
 
@@ -200,7 +205,7 @@ def _worker(row: WorkerRow, colour: int, lag: int | None) -> dict[str, Any]:
         "load": report.load if report.load is None else round(report.load, 3),
         "load_share": report.load_share if report.load_share is None else round(report.load_share, 3),
         "lag": lag,
-        "problems": list(row.problems),
+        "problems": [escape_line(each) for each in row.problems],
     }
     if member:
         shown |= {
@@ -230,7 +235,9 @@ def _partition(claim: Claim, situation: Situation, name: str) -> list[Any] | Non
     """None: nobody has it and nobody wants it."""
     state: str = claim.state
     owner = situation.records.members.get(claim.owner)
-    if claim.state == "free":
+    if waits_for_room(claim):
+        state = "unowned"
+    elif claim.state == "free":
         if name not in situation.orders.paused:
             return None
         state = "paused"
@@ -249,16 +256,21 @@ def _move(record: HistoryRecord) -> list[Any]:
     return [_ms(record.at), record.partition, record.source, record.target, record.cause, why, record.took_s]
 
 
+def _problems(situation: Situation, report: FleetReport) -> list[str]:
+    trouble = [situation.records.trouble] if situation.records.trouble else []
+    return [*(report.problems if situation.records.members else ("no worker is running",)), *trouble]
+
+
 def _letter(letter: Letter) -> list[Any]:
     return [
         _ms(letter.stored_at),
-        letter.partition,
-        letter.stream,
+        escape_line(letter.partition),
+        escape_line(letter.stream),
         letter.origin_seq,
-        letter.subject,
-        letter.error,
+        escape_line(letter.subject),
+        escape_line(letter.error),
         letter.attempts,
-        letter.worker,
+        escape_line(letter.worker),
     ]
 
 
@@ -266,16 +278,16 @@ def _job(line: Line) -> dict[str, Any]:
     record = line.record
     return {
         "state": record.state.value,
-        "subject": record.subject,
+        "subject": escape_line(record.subject),
         "worker": record.worker,
         "silent": line.silent,
         "attempt": record.attempt,
         "percent": record.percent,
-        "phrase": record.phrase,
+        "phrase": escape_line(record.phrase),
         "slots": record.slots,
         "started": int(record.started_s * 1000),
         "finished": int(record.finished_s * 1000),
-        "error": record.error,
+        "error": escape_line(record.error),
     }
 
 

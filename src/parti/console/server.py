@@ -13,22 +13,28 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from parti.config import Settings
-from parti.console.access import Access, is_loopback, read_access
-from parti.console.hub import Hub
+from parti.console.access import Access, Proxies, is_loopback, read_access
+from parti.console.connections import BACKLOG, BoundedConfig, Connection, Limits, Places, limits_of_this_process
+from parti.console.hub import MOST_BROWSERS, Hub
 from parti.console.watcher import LOOK_S, Watcher
 from parti.console.web import build_web
 from parti.coordination.control_plane import ControlPlane
-from parti.errors import ConfigError
+from parti.errors import ConfigError, ConsoleEnded
+from parti.telemetry.log_rate import limited_loggers
+from parti.telemetry.tasks import bound_to, owned
 
 _GRACE_S = 2
 _STUCK_MS = 30_000
 """A connection whose other end takes nothing for so long is given up by the kernel."""
-_BACKLOG = 128
 
 
 def prepare(settings: Settings) -> tuple[socket.socket, Access]:
     """Read the secrets and take the port, before anything else is done; raises `ConfigError`."""
-    access = read_access(settings.console_token_file, settings.console_basic_auth_file)
+    access = read_access(
+        settings.console_token_file,
+        settings.console_basic_auth_file,
+        readable=settings.console_allow_readable_files,
+    )
     return _listen(settings.console_host, settings.console_port, access), access
 
 
@@ -51,7 +57,7 @@ def _listen(host: str, port: int, access: Access) -> socket.socket:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STUCK_MS)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -71,22 +77,23 @@ def url_of(listener: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """Uvicorn, which is told by us when to end, and does not wait for browsers that would look for ever."""
 
-    def __init__(self, app: ASGIApp, hub: Hub) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                # Paths and errors are ours to log; what uvicorn would say of a browser that was dropped is no error.
-                log_config=None,
-                log_level=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                http="h11",
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=_GRACE_S,
-            )
+    def __init__(self, app: ASGIApp, hub: Hub, limits: Limits) -> None:
+        config = BoundedConfig(
+            app,
+            # Paths and errors are ours to log; what uvicorn would say of a browser that was dropped is no error.
+            log_config=None,
+            log_level=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http=Connection,
+            backlog=BACKLOG,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_GRACE_S,
         )
+        config.places = Places(limits)
+        super().__init__(config)
         self.up = asyncio.Event()
         self._hub = hub
 
@@ -104,18 +111,32 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, hub: Hub, listener: socket.socket) -> AsyncIterator[None]:
-    """Answer requests for the length of the block."""
-    server = _Server(app, hub)
-    starting = asyncio.create_task(server.up.wait())
-    task = asyncio.create_task(server.serve([listener]), name="parti-console-http")
+async def serving(
+    app: ASGIApp, hub: Hub, listener: socket.socket, limits: Limits | None = None
+) -> AsyncIterator[None]:
+    """Answer requests for the length of the block, which is cancelled by `ConsoleEnded` when that ends before it."""
+    with limited_loggers("uvicorn.error", "asyncio"):
+        async with _serving(_Server(app, hub, limits or limits_of_this_process()), listener):
+            yield
+
+
+@asynccontextmanager
+async def _serving(server: _Server, listener: socket.socket) -> AsyncIterator[None]:
+    task = owned(_serve(server, listener), "console-http")
     try:
-        await asyncio.wait([task, starting], return_when=asyncio.FIRST_COMPLETED)
-        yield
+        async with bound_to(task, ConsoleEnded("the console's HTTP server has ended by itself; start it again")):
+            await server.up.wait()
+            yield
     finally:
-        starting.cancel()
         server.should_exit = True
-        await task
+        await asyncio.wait([task])
+
+
+async def _serve(server: _Server, listener: socket.socket) -> None:
+    try:
+        await server.serve([listener])
+    except SystemExit as error:  # by which uvicorn leaves when it cannot start; it would end the event loop
+        raise RuntimeError(f"uvicorn ended with {error!r}") from error
 
 
 @asynccontextmanager
@@ -123,9 +144,11 @@ async def running_console(
     plane: ControlPlane, settings: Settings, listener: socket.socket, access: Access, *, look_s: float = LOOK_S
 ) -> AsyncIterator[Hub]:
     """The console of a fleet for the length of the block; yields its browsers."""
-    hub = Hub()
+    limits = limits_of_this_process()
+    hub = Hub(most=min(MOST_BROWSERS, limits.streams))
     watcher = Watcher(plane, settings, hub, look_s)
-    async with watcher.running(), serving(build_web(hub, watcher, access), hub, listener):
+    web = build_web(hub, watcher, access, Proxies(settings.console_trusted_proxies))
+    async with watcher.running(), serving(web, hub, listener, limits):
         yield hub
 
 

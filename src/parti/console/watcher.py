@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,8 +29,8 @@ from parti.console.tails import Tail
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.lags import Lags
 from parti.coordination.orders import Situation, watch_situation
-from parti.core.dead_letter import Letter
-from parti.errors import ConfigError, PartiError
+from parti.core.dead_letter import Letter, is_original
+from parti.errors import ConfigError, DecodeError, PartiError
 from parti.jetstream.connection import ConnectionState
 from parti.jetstream.kv import Entry
 from parti.jetstream.scan import Scanned
@@ -37,7 +38,9 @@ from parti.jetstream.watch import Watch
 from parti.jobs.desk import JobDesk, Line
 from parti.model.fleet import decode
 from parti.model.history import HistoryRecord, history_stream
-from parti.setting_types import strip_userinfo
+from parti.model.records import number_in
+from parti.model.safe_text import strip_userinfo
+from parti.telemetry.tasks import supervise
 from parti.version import __version__
 
 _log = structlog.get_logger("parti.console")
@@ -99,12 +102,12 @@ class Watcher:
         """
         self._watch = watch_situation(self._plane, self._take, self._reset, self._synced)
         remove = self._plane.connection.on_state(self._on_state)
-        tasks: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Future[None]] = []
         try:
             await self._watch.start()
             await self._look()
             steps = (self._publish_soon, self._look_later, self._follow_moves, self._check_later)
-            tasks += [asyncio.create_task(_keep(step), name=f"parti-console{step.__name__}") for step in steps]
+            tasks += [supervise(partial(_keep, step), f"console{step.__name__}") for step in steps]
             yield
         finally:
             remove()
@@ -128,9 +131,10 @@ class Watcher:
         """The events after a change; None: they are no longer kept, or that change was another console's."""
         self.publish()
         run, _, number = at.partition("-")
-        if run != self._run or not number.isdecimal():
+        known = number_in(number)
+        if run != self._run or not (known or number == "0"):
             return None
-        missed = self._number - int(number)
+        missed = self._number - known
         if not 0 <= missed <= len(self._kept):
             return None
         return b"".join(islice(self._kept, len(self._kept) - missed, None))
@@ -322,12 +326,14 @@ async def _keep(step: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _record(message: Scanned) -> HistoryRecord | None:
-    with contextlib.suppress(msgspec.ValidationError, msgspec.DecodeError):
+    with contextlib.suppress(DecodeError):
         return decode(message.data, HistoryRecord)
     return None  # of another version
 
 
-def _letter(message: Scanned) -> Letter:
+def _letter(message: Scanned) -> Letter | None:
+    if is_original(message.subject):
+        return None
     return Letter(message.seq, message.stored_at, message.headers)
 
 

@@ -16,14 +16,16 @@ from urllib.parse import parse_qs
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parti.console.access import COOKIE, Access, names_this_machine
+from parti.console.access import COOKIE, Access, Proxies, is_host, names_this_machine
 from parti.console.document import Document
 from parti.console.hub import Hub, Subscriber
+from parti.telemetry.log_rate import LogRate
+from parti.telemetry.tasks import beside
 
 _log = structlog.get_logger("parti.console")
 
@@ -52,9 +54,10 @@ class News(Protocol):
         """The events after a change; None: they are no longer known, and only a snapshot helps."""
 
 
-def build_web(hub: Hub, news: News, access: Access) -> ASGIApp:
-    """The whole application."""
-    shelf = _read_files()
+def build_web(hub: Hub, news: News, access: Access, proxies: Proxies | None = None) -> ASGIApp:
+    """The whole application; `proxies` may say that they were reached by TLS."""
+    proxies = proxies or Proxies()
+    shelf, rate = _read_files(), LogRate()
     login_page = shelf["login.html"][0].decode()
     document = Document({name: content.decode() for name, (content, _, _) in shelf.items()})
 
@@ -68,11 +71,11 @@ def build_web(hub: Hub, news: News, access: Access) -> ASGIApp:
     async def login(request: Request) -> Response:
         token = await _token_in(request)
         if not access.is_token(token):
-            _log.warning("a wrong token was given", client=request.client.host if request.client else "")
+            _warn(rate, "a wrong token was given", request.scope)
             wrong = '<p class="wrong" role="alert">That is not the token.</p>'
             return HTMLResponse(login_page.replace(_WRONG, wrong), 401)
         answer = RedirectResponse(".", 303)
-        secure = request.url.scheme == "https"
+        secure = _came_by_tls(request.scope, proxies, rate)
         answer.set_cookie(COOKIE, access.session, httponly=True, samesite="strict", secure=secure)
         return answer
 
@@ -82,19 +85,45 @@ def build_web(hub: Hub, news: News, access: Access) -> ASGIApp:
             Route("/login", login, methods=["POST"]),
             Route("/static/{name}", static),
             Route("/events", _Events(hub, news)),
-        ]
+        ],
+        redirect_slashes=False,  # it would answer with an address made of the header Host
     )
-    return _Guard(router, access, login_page, {"Content-Security-Policy": document.policy, **_HEADERS})
+    return _Guard(router, access, login_page, {"Content-Security-Policy": document.policy, **_HEADERS}, rate)
+
+
+def _came_by_tls(scope: Scope, proxies: Proxies, rate: LogRate) -> bool:
+    """Whether nobody could read this request on its way, as far as that is known."""
+    if scope["scheme"] == "https":
+        return True
+    forwarded = Headers(scope=scope).get("x-forwarded-proto", "")
+    if not forwarded:
+        return False
+    client = scope.get("client")
+    if client and proxies.trusts(client[0]):
+        return forwarded.partition(",")[0].strip().lower() == "https"
+    _warn(rate, "X-Forwarded-Proto of an unknown proxy is ignored; name it in console_trusted_proxies", scope)
+    return False
+
+
+def _warn(rate: LogRate, event: str, scope: Scope) -> None:
+    """Log what a client did, at most once in a while."""
+    left_out = rate.passes(event)
+    if left_out is not None:
+        client = scope.get("client")
+        _log.warning(event, client=client[0] if client else "", **({"left_out": left_out} if left_out else {}))
 
 
 class _Guard:
     """Lets in who may look, adds the headers, and answers what goes wrong without telling what it was."""
 
-    def __init__(self, app: ASGIApp, access: Access, login_page: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, app: ASGIApp, access: Access, login_page: str, headers: Mapping[str, str], rate: LogRate
+    ) -> None:
         self._app = app
         self._access = access
         self._login_page = login_page
         self._headers = headers
+        self._rate = rate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,6 +141,8 @@ class _Guard:
 
         try:
             await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
+        except ClientDisconnect:
+            _warn(self._rate, "a browser left in the middle of a form", scope)
         except Exception:
             _log.exception("a request failed", path=scope["path"])
             if not started:
@@ -120,6 +151,8 @@ class _Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         """Why this request is not answered; None: it is."""
         headers, path = Headers(scope=scope), scope["path"]
+        if not is_host(headers.get("host", "")):
+            return PlainTextResponse("the header Host is missing or is no host\n", 400)
         if not self._access.required:
             if names_this_machine(headers.get("host", "")):
                 return None
@@ -129,8 +162,7 @@ class _Guard:
         if self._access.admits(headers.get("authorization", ""), headers.get("cookie", "")):
             return None
         if headers.get("authorization"):
-            client = scope.get("client")
-            _log.warning("a wrong secret was given", client=client[0] if client else "")
+            _warn(self._rate, "a wrong secret was given", scope)
         asked = path == "/" and self._access.takes_token
         answer = HTMLResponse(self._login_page, 401) if asked else PlainTextResponse("say who you are\n", 401)
         for scheme in self._access.schemes:
@@ -146,6 +178,9 @@ class _Events:
         self._news = news
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "GET":
+            await PlainTextResponse("only GET\n", 405, {"Allow": "GET"})(scope, receive, send)
+            return
         if self._hub.full:
             await PlainTextResponse("too many browsers look at this console\n", 503)(scope, receive, send)
             return
@@ -157,17 +192,10 @@ class _Events:
         first = b"retry: 1000\n\n" + (_whole(self._news.snapshot()) if missed is None else missed)
         # Nothing is awaited between the news and this: no change is missed.
         with self._hub.subscribed(ended.set) as subscriber:
-            tasks = [
-                asyncio.create_task(_pump(send, subscriber, first)),
-                asyncio.create_task(_left(receive)),
-                asyncio.create_task(ended.wait()),
-            ]
-            try:
+            flows = (_pump(send, subscriber, first), _left(receive), _end_of(ended))
+            # A browser that has gone is no error, whoever notices it first.
+            async with beside(*flows, name="console-browser", foreseen=OSError) as tasks:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
         if subscriber.dropped and not self._hub.closed:
             _log.info("a browser did not read and was dropped; it may come back", browsers=len(self._hub))
         # A browser that does not read does not take this either; its connection is closed all the same.
@@ -193,6 +221,10 @@ async def _pump(send: Send, subscriber: Subscriber, first: bytes) -> None:
         if event is None:
             return
         await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+async def _end_of(ended: asyncio.Event) -> None:
+    await ended.wait()
 
 
 async def _left(receive: Receive) -> None:

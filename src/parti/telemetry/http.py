@@ -1,11 +1,17 @@
-"""The small HTTP server behind `metrics_port`: `/metrics` for Prometheus, `/healthz` for probes."""
+"""The small HTTP server behind `metrics_port`: `/metrics` for Prometheus, `/healthz` for probes.
+
+Each connection has a thread, so their number is bounded, and so is the time that one may take to ask and to read.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
 import threading
+import time
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -16,9 +22,26 @@ from prometheus_client.exposition import choose_encoder
 
 from parti.errors import ConfigError
 from parti.telemetry.health import Health
+from parti.telemetry.log_rate import LogRate
 from parti.telemetry.metrics import Metrics
 
 _log = structlog.get_logger("parti.telemetry.http")
+
+_REFUSAL = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 27\r\n\r\n"
+    b"too many connections; wait\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What the server grants to all clients together, and to each."""
+
+    connections: int = 32
+    request_s: float = 5.0
+    """A request that is not complete so long after its connection was made is given up."""
+    answer_s: float = 10.0
+    """An answer that is not taken within this time is given up."""
 
 
 class MetricsServer:
@@ -29,7 +52,16 @@ class MetricsServer:
     or call `start` and `stop`.
     """
 
-    def __init__(self, metrics: Metrics, health: Health, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        health: Health,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: HttpLimits | None = None,
+    ) -> None:
+        self._limits = limits or HttpLimits()
         self._metrics = metrics
         self._health = health
         self._host = host
@@ -47,7 +79,7 @@ class MetricsServer:
         if self._server is not None:
             return
         try:
-            self._server = _Server(self._host, self._port, self._metrics, self._health)
+            self._server = _Server(self._host, self._port, self._metrics, self._health, self._limits)
         except OSError as error:
             raise ConfigError(
                 f"metrics_host={self._host!r} and metrics_port={self._port} cannot be listened on: "
@@ -80,12 +112,20 @@ class MetricsServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
+    """Connections that wait to be accepted: one more is tried again after a second, too late for a probe."""
     block_on_close = False  # a slow client must not hold up the end of the worker
 
-    def __init__(self, host: str, port: int, metrics: Metrics, health: Health) -> None:
+    def __init__(self, host: str, port: int, metrics: Metrics, health: Health, limits: HttpLimits) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.metrics = metrics
         self.health = health
+        self.limits = limits
+        self._lock = threading.Lock()
+        # By connection, oldest first: until when it may ask. Those that are being answered are not in here.
+        self._asking: dict[socket.socket, float] = {}
+        self._connections = 0
+        self._rate = LogRate()
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -93,18 +133,95 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.1)  # no file descriptors are left: the caller would try again at once, and for ever
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, at the cost of the connection that has waited longest without asking."""
+        with self._lock:
+            full = self._connections >= self.limits.connections
+            oldest = next(iter(self._asking), None) if full else None
+            # The thread of a connection that was ended needs a moment to notice it.
+            refused = full and (oldest is None or self._connections >= 2 * self.limits.connections)
+            if refused:
+                oldest = None
+            if oldest is not None:
+                del self._asking[oldest]
+            if not refused:
+                self._asking[request] = time.monotonic() + self.limits.request_s
+                self._connections += 1
+        if full:
+            self._tell(
+                "too many connections to the metrics server", closed="the new one" if refused else "an idle one"
+            )
+        if oldest is not None:
+            _end(oldest)
+        if refused:
+            with contextlib.suppress(OSError):
+                request.send(_REFUSAL, socket.MSG_DONTWAIT)
+            super().shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self.shutdown_request(request)
+            raise
+
+    def answers(self, request: socket.socket) -> bool:
+        """Note that a request is complete; False: it was given up before."""
+        with self._lock:
+            return self._asking.pop(request, None) is not None
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._asking.pop(request, None)
+            self._connections -= 1
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Give up who takes too long to ask; called ten times a second."""
+        now = time.monotonic()
+        with self._lock:
+            late = [request for request, until in self._asking.items() if until <= now]
+            for request in late:
+                del self._asking[request]
+        for request in late:
+            _end(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            _log.exception("metrics request failed", client=str(client_address))
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            self._tell("metrics request failed", client=str(client_address), exc_info=error)
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        left_out = self._rate.passes(event)
+        if left_out is not None:
+            _log.warning(event, **fields, **({"left_out": left_out} if left_out else {}))
+
+
+def _end(connection: socket.socket) -> None:
+    """Wake the thread that reads from a connection: it finds its end."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version = "parti"
     sys_version = ""
-    timeout = 10  # a client that sends nothing must not keep its thread
+
+    def setup(self) -> None:
+        # Counts for one read, and for all of one answer; reads together are bounded by the server.
+        self.request.settimeout(self.server.limits.answer_s)
+        super().setup()
 
     def do_GET(self) -> None:
+        if not self.server.answers(self.connection):
+            return
         path = self.path.partition("?")[0]
         if path == "/metrics":
             self._metrics()
@@ -125,7 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _healthz(self) -> None:
         reasons = self.server.health.reasons  # read once: state and reasons must agree
-        state = "unhealthy" if reasons else "healthy"
+        # A worker in the state `degraded` may well handle most of its partitions: the reason tells.
+        state = "healthy" if not reasons else "degraded" if reasons.keys() == {"fleet"} else "unhealthy"
         body = json.dumps({"state": state, "reasons": dict(reasons)}).encode() + b"\n"
         status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
         self._reply(status, body, "application/json")

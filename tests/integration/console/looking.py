@@ -17,6 +17,7 @@ from tests.integration.conftest import Kit
 
 from parti.config import Settings
 from parti.console.access import Access
+from parti.console.connections import Limits
 from parti.console.hub import Hub
 from parti.console.server import prepare, running_console, serving, url_of
 from parti.console.web import build_web
@@ -33,8 +34,11 @@ ARGUMENTS = (
 class Nothing:
     """News of no fleet."""
 
+    def __init__(self, snapshot: bytes = b'{"picture": {}}') -> None:
+        self._snapshot = snapshot
+
     def snapshot(self) -> bytes:
-        return b'{"picture": {}}'
+        return self._snapshot
 
     def since(self, at: str) -> bytes | None:
         return None
@@ -68,11 +72,18 @@ def ask(url: str, path: str, method: str, *, headers: Mapping[str, str] | None =
 
 
 @asynccontextmanager
-async def web_of(access: Access, hub: Hub | None = None) -> AsyncIterator[Console]:
+async def web_of(
+    access: Access,
+    hub: Hub | None = None,
+    *,
+    limits: Limits | None = None,
+    snapshot: bytes = b'{"picture": {}}',
+    **settings: Any,
+) -> AsyncIterator[Console]:
     """The web side alone, without a fleet."""
     hub = Hub() if hub is None else hub
     listener, _ = prepare(Settings(console_port=0))
-    async with serving(build_web(hub, Nothing(), access), hub, listener):
+    async with serving(build_web(hub, Nothing(snapshot), access, **settings), hub, listener, limits):
         yield Console(url_of(listener), hub)
 
 

@@ -236,6 +236,7 @@ async def test_a_server_or_a_console_that_is_away_is_said_on_the_page(
 async def test_a_browser_asks_for_the_token_once(kit: Kit, chromium: str, tmp_path: Path) -> None:
     token = "a-token-that-is-long-enough"
     (tmp_path / "token").write_text(token)
+    (tmp_path / "token").chmod(0o600)
     async with (
         running(kit, 1),
         console_of(kit, console_token_file=tmp_path / "token") as console,

@@ -16,8 +16,10 @@ from tests.integration.console.looking import ask, events_of, web_of
 from tests.integration.processes import command, environment
 
 from parti.cli.main import main
-from parti.console.access import COOKIE, Access
+from parti.config import Settings, load_settings
+from parti.console.access import COOKIE, Access, Proxies
 from parti.console.hub import Hub
+from parti.errors import ConfigError
 from parti.jetstream.kv import Bucket
 
 TOKEN = "a-token-that-is-long-enough"
@@ -79,6 +81,43 @@ async def test_the_form_gives_a_cookie_that_no_script_can_read() -> None:
         assert (await console.ask("/events", headers={"Cookie": f"{pair}x"})).status == 401
 
 
+LOCAL = Proxies(["127.0.0.0/8"])
+ELSEWHERE = Proxies(["10.0.0.0/8"])
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "proxies", "secure"),
+    [
+        (None, LOCAL, False),
+        ("https", LOCAL, True),
+        ("HTTPS", LOCAL, True),
+        ("https, http", LOCAL, True),
+        ("http", LOCAL, False),
+        ("http, https", LOCAL, False),
+        ("https", ELSEWHERE, False),
+        ("https", None, False),
+    ],
+)
+async def test_behind_a_trusted_proxy_that_speaks_tls_the_cookie_is_for_tls_only(
+    forwarded: str | None, proxies: Proxies | None, secure: bool
+) -> None:
+    headers = {"X-Forwarded-Proto": forwarded} if forwarded else {}
+    async with web_of(Access(TOKEN), proxies=proxies) as console:
+        taken = await console.ask("/login", "POST", body=f"token={TOKEN}", headers=headers)
+        assert taken.status == 303
+        assert ("Secure" in taken.headers["set-cookie"].split("; ")) is secure
+
+
+def test_proxies_on_this_machine_are_trusted_unless_others_are_named() -> None:
+    assert Settings().console_trusted_proxies == ("127.0.0.0/8", "::1/128")
+    assert load_settings({"console_trusted_proxies": "10.0.0.7, fd00::/8"}).console_trusted_proxies == (
+        "10.0.0.7/32",
+        "fd00::/8",
+    )
+    with pytest.raises(ConfigError, match=r"console_trusted_proxies.*must be an address or a network, such as"):
+        load_settings({"console_trusted_proxies": "proxy.example"})
+
+
 async def test_with_passwords_the_browser_asks_for_one() -> None:
     async with web_of(Access(passwords={"ada": "correct horse"})) as console:
         asked = await console.ask("/")
@@ -93,6 +132,16 @@ async def test_a_page_of_somebody_else_cannot_read_a_console_without_secrets() -
         assert (await console.ask("/", headers={"Host": "evil.example"})).status == 421
         assert (await console.ask("/events", headers={"Host": "evil.example:8787"})).status == 421
         assert (await console.ask("/", headers={"Host": "localhost:1"})).status == 200
+        assert (await console.ask("/", headers={"Host": "127.0.0.1%evil.example"})).status == 400
+
+
+async def test_a_host_that_is_none_is_refused_with_a_secret_too() -> None:
+    right = {"Authorization": f"Bearer {TOKEN}"}
+    async with web_of(Access(TOKEN)) as console:
+        assert (await console.ask("/", headers={"Host": "console.example", **right})).status == 200
+        for host in ("127.0.0.1%x", "[", "a b", "x/y", "u@h"):
+            assert (await console.ask("/", headers={"Host": host, **right})).status == 400, host
+            assert (await console.ask("/login", "POST", body=f"token={TOKEN}", headers={"Host": host})).status == 400
 
 
 async def test_nothing_can_be_changed_through_it() -> None:
@@ -153,6 +202,9 @@ def test_it_listens_beyond_this_machine_only_with_a_secret(capsys: pytest.Captur
 def test_what_cannot_be_used_is_said_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("short")
+    secret.chmod(0o644)
+    assert f"expected 0600; run 'chmod 600 {secret}'" in refused(capsys, "--token-file", str(secret))
+    secret.chmod(0o600)
     text = refused(capsys, "--host", "0.0.0.0", "--token-file", str(secret))
     assert "one token of 16 characters or more" in text
     assert "short" not in text
@@ -179,6 +231,7 @@ async def bucket(kit: Kit) -> None:
 def console_process(bucket: None, kit: Kit, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """`parti console` with a token, in a process of its own."""
     (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
     place = ("--port", "0", "--nats", kit.url, "--bucket", f"b{kit.root}")
     process = subprocess.Popen(
         command("console", *place, "--token-file", str(tmp_path / "token")),
