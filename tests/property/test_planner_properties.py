@@ -275,10 +275,9 @@ def check_settled(fleet: FleetModel) -> None:
     elsewhere += [p for w in guests for p in owned[w] if fleet.orders.placed.get(p) != w]
     assert full or not homeless, f"nobody owns {homeless}, although there is room"
     assert full or not elsewhere, f"draining workers cannot get rid of {elsewhere}, although there is room"
-    # A worker that came back with less capacity keeps what nobody else has room for.
+    for worker, process in active.items():
+        assert len(owned[worker]) <= process.capacity, f"{worker} has too many: {len(owned[worker])}"
     if sum(p.capacity for p in active.values()) >= len(fleet.wanted()):
-        for worker, process in active.items():
-            assert len(owned[worker]) <= process.capacity, f"{worker} has too many: {len(owned[worker])}"
         check_placed(fleet)
     if fleet.strategy.name == "sticky" and not fleet.orders.placed:
         check_balanced(fleet, owned)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.trials import examples_of
 
 from parti.core.progress import Progress, decode_progress, encode_progress, summarise
+from parti.model.records import MOST
 
 ids = st.sampled_from("abcdefgh")
 positions = st.dictionaries(ids, st.integers(0, 50))
@@ -19,10 +20,10 @@ seqs = st.integers(1, 50)
         Progress,
         stream=st.text(),
         stream_created=st.text(),
-        floor=st.integers(0, 2**63),
+        floor=st.integers(0, MOST),
         covered=st.lists(st.text()).map(tuple),
-        ahead=st.dictionaries(st.text(), st.integers(0, 2**63)),
-        behind=st.dictionaries(st.text(), st.integers(0, 2**63)),
+        ahead=st.dictionaries(st.text(), st.integers(0, MOST)),
+        behind=st.dictionaries(st.text(), st.integers(0, MOST)),
         writer=st.text(),
     )
 )

@@ -8,12 +8,14 @@ process. It counts as ready for a partition only after its consumer has taken up
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import msgspec
 
+from parti.core.causes import Cause
 from parti.core.fleet_view import (
     BeginMove,
     Command,
@@ -260,9 +262,9 @@ class FleetModel:
                     self.claims[partition], state="owned", next="", reason=reason
                 )
                 self.tally.kept.append(command)
-            case Free(partition, reason):
+            case Free(partition, reason, cause):
                 self.claims[partition] = msgspec.structs.replace(
-                    self.claims[partition], owner="", next="", state="free", reason=reason
+                    self.claims[partition], owner="", next="", state="free", reason=reason, cause=cause
                 )
 
     def _next_version(self, worker: str) -> int:
@@ -312,8 +314,9 @@ class FleetModel:
                     assert claim.owner in view.members, f"nobody there to keep it: {command}"
                 case Free():
                     self._check_nobody_else_handles(command.partition, None)
-                    assert command.partition not in self.wanted(), f"still wanted: {command}"
+                    self._check_free(view, command)
         self._check_budget(view, decision)
+        self._check_room(view, decision)
 
     def _check_give(self, view: FleetView, give: Give) -> None:
         assert give.partition in self.wanted(), f"not wanted: {give}"
@@ -329,11 +332,24 @@ class FleetModel:
             early = self.now_s < self.grace_ends_s and unheard_of
             assert not early, f"counted as gone too early: {give}"
         elif claim.owner != give.owner:
-            assert claim.state == "moving", f"taken from a member that was not told to let go: {give}"
+            restarted = claim.incarnation < view.members[claim.owner].incarnation
+            assert claim.state == "moving" or restarted, f"taken from a member that was not told to let go: {give}"
         else:
             restarted = claim.incarnation < view.members[claim.owner].incarnation
             assert claim.state == "moving" or restarted, f"an owner that never stopped is interrupted: {give}"
         self._check_nobody_else_handles(give.partition, give.owner)
+
+    def _check_free(self, view: FleetView, free: Free) -> None:
+        claim = view.claims[free.partition]
+        if free.cause == Cause.FULL and claim.state == "free":
+            assert free.partition in self.wanted(), f"nobody wants it: {free}"
+        elif free.cause == Cause.FULL:
+            owner = view.members[claim.owner]
+            assert claim.incarnation < owner.incarnation, f"taken from a process that owns it: {free}"
+            has = sum(claim.owner in {c.owner, c.next} for c in view.claims.values())
+            assert has > owner.capacity, f"there is room for it: {free}"
+        else:
+            assert free.partition not in self.wanted(), f"still wanted: {free}"
 
     def _check_begin(self, view: FleetView, begin: BeginMove) -> None:
         claim = view.claims[begin.partition]
@@ -366,6 +382,14 @@ class FleetModel:
     def _check_takes(self, worker: str, command: Command) -> None:
         takes = self.members[worker].state == "active" and worker not in self.orders.drained
         assert takes, f"takes nothing new: {command}"
+
+    def _check_room(self, view: FleetView, decision: Decision) -> None:
+        """Who is back is not given more than it can take."""
+        back = Counter(c.owner for c in decision.commands if isinstance(c, Give) and c.cause == Cause.RETURN)
+        for worker, given in back.items():
+            member = view.members[worker]
+            has = sum((c.owner, c.incarnation) == (worker, member.incarnation) for c in view.claims.values())
+            assert has + given <= member.capacity, f"{worker} has more than it can take: {decision}"
 
     def _check_budget(self, view: FleetView, decision: Decision) -> None:
         begun = sum(isinstance(c, BeginMove) and bool(c.next) for c in decision.commands)

@@ -8,6 +8,7 @@ measured, for one that may pass.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from parti.core.causes import Cause
@@ -112,13 +113,18 @@ class Balance:
         )
         wanted = here.wanted & claims.keys()
         urgent = natural_order(p for p in wanted if here.is_stuck(claims[p]) and not target.get(p))
+        # With room for too few, a partition that the strategy has no place for stays, and takes the room of another.
+        owners = {p: claims[p].next or claims[p].owner for p in wanted}
+        stays = Counter(owner for p, owner in owners.items() if target.get(p, "") in {"", owner})
         for partition in natural_order(astray):
             claim, worker = claims[partition], target[partition]
             state = here.state(claim.owner)
-            if (state, claim.state) == ("draining", "owned") and here.why_not_to(worker):
+            full = stays[worker] >= here.view.members[worker].capacity
+            if (state, claim.state) == ("draining", "owned") and (full or here.why_not_to(worker)):
                 urgent.append(partition)
-            elif worker in here.active and state != "away":
+            elif worker in here.active and state != "away" and not full:
                 here.incoming[worker] += 1
+                stays[worker] += 1
                 yield BeginMove(partition, worker, *self._why_moved(claim.owner, worker))
         fit = [worker for worker in here.residents if not here.why_not_to(worker)]
         for partition in urgent:

@@ -44,6 +44,8 @@ class Cause(enum.StrEnum):
     """The source of partitions no longer names it."""
     GUEST = "guest"
     """A guest, such as a replay, gives it back."""
+    FULL = "full"
+    """Its owner came back with less room than it has partitions."""
     UNREADY = "unready"
     """Whoever was to get it could not take it, or did not get ready in time."""
 
@@ -65,6 +67,7 @@ _SENTENCES = {
     Cause.RESUME: "it was wanted again before {target} had let go of it",
     Cause.UNWANTED: "the source of partitions no longer named it",
     Cause.GUEST: "{source}, a guest, gave it back",
+    Cause.FULL: "{source} came back with room for fewer partitions",
     Cause.UNREADY: "whoever was to get it could not take it",
 }
 

@@ -311,6 +311,26 @@ def judge_clock(difference_s: float) -> Finding:
 # ── what is left behind ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+def judge_fleets(
+    stream: str, prefix: str, bucket: str, marks: Mapping[str, Collection[str]], buckets: Collection[str]
+) -> Iterator[Finding]:
+    """Other fleets that have the same prefix on the stream.
+
+    `marks`: by the bucket of another fleet, consumers with names of ours that belong to it. `buckets`: those of
+    fleets that say the same stream and prefix of themselves.
+    """
+    for other in sorted({*marks, *buckets}):
+        seen = f", such as {_named(marks[other], 2)}" if other in marks else ""
+        yield error(
+            f"stream {stream}",
+            f"the fleets of bucket {bucket} and of bucket {other} have the same prefix {prefix}{seen}",
+            "their consumers have the same names, so they would take each other's messages; the one that starts "
+            "later is refused",
+            "set PARTI_PREFIX for one of them (unset, it is the name of the bucket); if the other fleet is no more, "
+            "delete its bucket and its consumers",
+        )
+
+
 def judge_leftovers(
     *, consumers: Collection[str], mirrors: Collection[str], streams: Collection[str], running: bool, stream: str
 ) -> Iterator[Finding]:

@@ -20,6 +20,8 @@ HOLD = "-hold-"
 """Between the name of a worker's consumer and the rest of the name of a hold (`parti.worker.holds`)."""
 PREFIX = "parti.prefix"
 """Metadata of all consumers since version 0.1: the prefix of the deployment."""
+FLEET = "parti.fleet"
+"""Metadata of all consumers since version 0.1: the bucket of the fleet, which two fleets never share."""
 SHARD = "parti.shard"
 """Metadata of a worker's second and further consumers: worker id and number, which the name alone leaves open."""
 
@@ -104,9 +106,43 @@ def shard_metadata(worker_id: str, shard: int) -> dict[str, str]:
     return {SHARD: f"{worker_id}/{shard}"} if shard > 1 else {}
 
 
-def consumer_metadata(prefix: str, worker_id: str, shard: int) -> dict[str, str]:
+def consumer_metadata(prefix: str, worker_id: str, shard: int, *, fleet: str) -> dict[str, str]:
     """What a worker's consumer says of itself: whose it is, where two deployments could give it the same name."""
-    return {PREFIX: prefix, **shard_metadata(worker_id, shard)}
+    return {**fleet_metadata(prefix, fleet), **shard_metadata(worker_id, shard)}
+
+
+def fleet_metadata(prefix: str, fleet: str) -> dict[str, str]:
+    """What every consumer says that parti makes: prefix and bucket of its fleet.
+
+    The name of the bucket and not its time of creation: a fleet whose bucket was made anew is the same fleet.
+    """
+    return {PREFIX: prefix, FLEET: fleet}
+
+
+def fleet_of(config: Mapping[str, Any]) -> str:
+    """The fleet that a consumer belongs to, by the mark that it carries; empty when it carries none."""
+    return str((config.get("metadata") or {}).get(FLEET, ""))
+
+
+def is_foreign(config: Mapping[str, Any], fleet: str) -> bool:
+    """Whether a consumer carries the mark of another fleet."""
+    return fleet_of(config) not in {"", fleet}
+
+
+def why_not_adopted(config: Mapping[str, Any]) -> str:
+    """Why a consumer that carries no mark cannot be taken for one of a worker; empty when it can.
+
+    One that an earlier version made says its prefix. Others have to be of the kind that a worker makes: it could read
+    no other, and somebody else reads them.
+    """
+    if PREFIX in (config.get("metadata") or {}):
+        return ""
+    if config.get("deliver_subject"):
+        return "it is a push consumer"
+    for field, wanted in (("ack_policy", "explicit"), ("deliver_policy", "all")):
+        if (found := config.get(field, wanted)) != wanted:
+            return f"its {field} is {found}, not {wanted}"
+    return ""
 
 
 def owner_of(config: Mapping[str, Any], prefix: str) -> tuple[str, int]:
@@ -129,9 +165,10 @@ def build_config(
     """Build the configuration of the consumer `name` with exactly these subjects.
 
     With `existing`, the result is an update of it: every immutable field, every field that parti does not know, and
-    the priority group (`group` is for a new consumer) keep their values. `subjects` must not be empty: the server
-    would take that for "all subjects". `max_deliver` is unlimited, because a message that the server gives up on is
-    lost without a trace; attempts are counted by the worker, which dead-letters.
+    the priority group (`group` is for a new consumer) keep their values; `metadata` is added to what it has.
+    `subjects` must not be empty: the server would take that for "all subjects". `max_deliver` is unlimited, because a
+    message that the server gives up on is lost without a trace; attempts are counted by the worker, which
+    dead-letters.
     """
     if not subjects:
         raise ValueError("a consumer without subjects would receive every message of the stream")
@@ -147,7 +184,8 @@ def build_config(
         }
     if existing is not None:
         kept = {k: v for k, v in existing.items() if k not in {"filter_subject", "filter_subjects"}}
-        return {**kept, **mutable}
+        said = {"metadata": {**(existing.get("metadata") or {}), **metadata}} if metadata else {}
+        return {**kept, **said, **mutable}
     said = {"metadata": dict(metadata)} if metadata else {}
     return {
         "name": name,

@@ -6,12 +6,12 @@ that overlaps itself is refused before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from parti.errors import OverlappingSubjects, TooManySubjects
 from parti.model.partition import Partition
-from parti.model.subjects import first_overlap
+from parti.model.subjects import first_overlap, overlap, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,41 @@ def build_filters(partitions: Iterable[Partition], *, max_subjects: int, shards:
             f"remove one of them or make the wildcard narrower"
         )
     return FilterSet(by_subject, total - len(by_subject))
+
+
+def find_unreadable(
+    partitions: Sequence[Partition], stored: Sequence[str], *, max_subjects: int, shards: int = 1
+) -> dict[str, str]:
+    """Which of these a worker cannot read, by id, and why; of what is too much, the last ones.
+
+    `stored`: what the messages of the stream lie under. `build_filters` takes all the others.
+    """
+    refused: dict[str, str] = {}
+    subjects: dict[str, Partition] = {}
+    for partition in partitions:
+        if within(partition.subject, stored):
+            subjects.setdefault(partition.subject, partition)
+        else:
+            refused[partition.id] = "they lie outside the stream; correct the template or the stream's subjects"
+    if first_overlap(list(subjects)):
+        for subject in _overlapping(subjects):
+            refused[subjects.pop(subject).id] = "they overlap with others; remove one or make its wildcard narrower"
+    room = max_subjects * shards
+    for partition in list(subjects.values())[room:]:
+        refused[partition.id] = (
+            f"this worker takes {room} at most (max_subjects={max_subjects} x consumer_shards={shards}); "
+            f"raise these, or start another worker"
+        )
+    return refused
+
+
+def _overlapping(subjects: Iterable[str]) -> list[str]:
+    """Those that overlap with one that comes before them and is none of these."""
+    kept: list[str] = []
+    found: list[str] = []
+    for subject in subjects:
+        (found if any(overlap(subject, other) for other in kept) else kept).append(subject)
+    return found
 
 
 def diff_filters(before: Iterable[str], after: Iterable[str]) -> FilterDiff:

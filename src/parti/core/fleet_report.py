@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from parti.model.fleet import Claim, HealthRecord, LeaderRecord, LoadRecord, MemberRecord
+from parti.core.causes import Cause
+from parti.model.fleet import RECOVERED, Claim, HealthRecord, LeaderRecord, LoadRecord, MemberRecord, StallRecord
 from parti.strategies.ordering import natural_order
 
 
@@ -42,6 +43,10 @@ class FleetReport:
     unowned: tuple[str, ...]
     """Claimed by nobody, or by a worker that is gone."""
     moving: tuple[str, ...]
+    stalls: tuple[str, ...] = ()
+    """Workers that stand still, or have left because they did, in sentences."""
+    recoveries: tuple[str, ...] = ()
+    """Workers that stood still not long ago."""
 
     @property
     def unclaimed(self) -> int:
@@ -61,7 +66,7 @@ class FleetReport:
         told = Counter(each.health.problems[0] for each in self.workers if each.health and each.health.problems)
         for problem, count in told.items():
             found.append(f"{count} worker{'s' * (count > 1)}: {problem}")
-        return tuple(found)
+        return (*found, *self.stalls)
 
 
 def report_fleet(
@@ -70,11 +75,12 @@ def report_fleet(
     claims: Mapping[str, Claim],
     leader: LeaderRecord | None,
     loads: Mapping[str, LoadRecord] = MappingProxyType({}),
+    stalls: Mapping[str, StallRecord] = MappingProxyType({}),
 ) -> FleetReport:
     """Put the records together."""
     measured = {name: sum(record.loads.values()) for name, record in loads.items() if name in members}
     total = sum(measured.values())
-    live = {p: c for p, c in claims.items() if c.state != "free"}
+    live = {p: c for p, c in claims.items() if c.state != "free" or waits_for_room(c)}
     owned = Counter(c.owner for c in live.values() if c.state == "owned")
     leaving = Counter(c.owner for c in live.values() if c.state in {"preparing", "moving"})
     coming = Counter(c.next for c in live.values() if c.state in {"preparing", "moving"})
@@ -98,7 +104,29 @@ def report_fleet(
         len(live),
         tuple(natural_order(p for p, c in live.items() if c.owner not in members)),
         tuple(natural_order(p for p, c in live.items() if c.state in {"preparing", "moving"})),
+        tuple(_stalled(name, stall) for name, stall in stalls.items() if not _over(stall, members.get(name))),
+        tuple(_stood_still(name, stall) for name, stall in stalls.items() if _over(stall, members.get(name))),
     )
+
+
+def _over(stall: StallRecord, member: MemberRecord | None) -> bool:
+    """Whether nobody has to do anything any more: it recovered, or the id was taken up again since."""
+    return stall.ended == RECOVERED or (member is not None and member.started_at > stall.at)
+
+
+def _stood_still(name: str, stall: StallRecord) -> str:
+    how = "recovered" if stall.ended == RECOVERED else "was followed by another process"
+    return f"{name} stood still at {stall.at:%H:%M:%S} UTC and {how}: {stall.reason}"
+
+
+def _stalled(name: str, stall: StallRecord) -> str:
+    left = "; it left" if stall.ended else ""
+    return f"{name} ({stall.host}:{stall.pid}) at {stall.at:%H:%M:%S} UTC: {stall.reason}{left}"
+
+
+def waits_for_room(claim: Claim) -> bool:
+    """Whether nobody owns a partition because its last owner has no room for it, nor has any other worker."""
+    return claim.state == "free" and claim.cause == Cause.FULL
 
 
 def _is_current(health: HealthRecord, member: MemberRecord | None) -> bool:

@@ -146,6 +146,16 @@ class Decision:
     wake_at_s: float | None = None
 
 
+_NAMED = 10
+"""Most partitions that a sentence names."""
+
+
+def names_of(partitions: Sequence[str]) -> str:
+    """The partitions by name, or the first ones of many."""
+    more = len(partitions) - _NAMED
+    return ", ".join(partitions[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
 def count_of(number: int, what: str = "partition") -> str:
     """A number of things, in words."""
     return f"{number} {what}{'s' * (number != 1)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parti.core.causes import Cause
-from parti.core.fleet_view import BeginMove, Command, FleetState, Free, Give, Keep, Release, count_of
+from parti.core.fleet_view import BeginMove, Command, FleetState, Free, Give, Keep, Release, count_of, names_of
 from parti.core.move import Heir, Owner, Step, next_step
 from parti.core.situation import Situation
 from parti.model.fleet import Claim
@@ -25,7 +25,10 @@ class Giving:
     def unwanted(self) -> Iterator[Command]:
         """Partitions that the source no longer names: their owner lets go of them first."""
         for partition, claim in self._here.view.claims.items():
-            if partition in self._here.wanted or claim.state == "free":
+            if partition in self._here.wanted or (claim.state == "free" and claim.cause != Cause.FULL):
+                continue
+            if claim.state == "free":
+                yield Free(partition, *self._why_unwanted(partition))  # it does not wait for room any more
                 continue
             if self._here.owner(partition, claim) not in {Owner.HANDLES, Owner.UNSURE}:
                 yield Free(partition, *self._why_unwanted(partition))
@@ -40,13 +43,11 @@ class Giving:
         return "no longer wanted", Cause.UNWANTED
 
     def returned(self) -> Iterator[Command]:
-        """Workers that are back under the same id: what they own is given to them anew."""
-        for partition, claim in self._here.view.claims.items():
-            member = self._here.view.members.get(claim.owner)
-            if member is None or member.state == "away" or partition not in self._here.wanted:
-                continue
-            if claim.state in {"owned", "preparing"} and claim.incarnation < member.incarnation:
-                yield Give(partition, claim.owner, "same id, new process", Cause.RETURN)
+        """Workers that are back under the same id: what they own, and have room for, is given to them anew."""
+        for worker, partitions in self._here.returning.items():
+            for partition in partitions:
+                if partition not in self._here.surplus:
+                    yield Give(partition, worker, "same id, new process", Cause.RETURN)
 
     def continue_moves(self) -> list[Command]:
         """The next step of each move that has begun."""
@@ -54,6 +55,8 @@ class Giving:
         for partition, claim in self._here.view.claims.items():
             if claim.state not in {"preparing", "moving"} or partition not in self._here.wanted:
                 continue
+            if partition in self._here.surplus:
+                continue  # it is given away with what has no owner
             step = next_step(claim.state, self._here.owner(partition, claim), self._here.heir(partition, claim))
             if command := self._command(partition, claim, step):
                 commands.append(command)
@@ -87,7 +90,7 @@ class Giving:
         orphans = []
         for partition in self._here.view.partitions:
             claim = self._here.view.claims.get(partition)
-            if claim is None or claim.state == "free" or not claim.owner:
+            if claim is None or claim.state == "free" or not claim.owner or partition in self._here.surplus:
                 orphans.append(partition)
                 continue
             owner = self._here.owner(partition, claim)
@@ -114,16 +117,32 @@ class Giving:
         due = [p for p in orphans if p not in self._memory.held_back]
         places = self._places(orphans, due)
         given: list[Command] = [Give(p, places[p], *self._why_given(p)) for p in due if p in places]
-        if len(given) < len(due):
-            why = "every worker is full" if self._here.residents else "only guests are here"
-            return FleetState.DEGRADED, f"{count_of(len(due) - len(given))} without owner: {why}", given
+        if unplaced := [p for p in due if p not in places]:
+            return FleetState.DEGRADED, self._why_unplaced(unplaced), [*given, *self._wait_for_room(unplaced)]
         if not given:
             return FleetState.DEGRADED, f"{count_of(len(orphans))} without owner: claims could not be written", []
         lost = sorted({c.owner for p in due if (c := self._here.view.claims.get(p)) and c.owner})
-        if not lost:
+        if not lost or self._here.surplus.issuperset(due):
             return FleetState.REBALANCING, f"{count_of(len(given))} without owner given away", given
         state = FleetState.REBALANCING if self._here.view.left.issuperset(lost) else FleetState.EMERGENCY
         return state, f"{count_of(len(given))} of {', '.join(lost[:5])} given away", given
+
+    def _wait_for_room(self, unplaced: Sequence[str]) -> Iterator[Command]:
+        """Claims that have to say that their partition waits for room, and do not yet."""
+        for partition in unplaced:
+            claim = self._here.view.claims.get(partition)
+            if partition in self._here.surplus:
+                yield Free(partition, *self._why_given(partition))
+            elif claim and claim.state == "free" and claim.cause != Cause.FULL:
+                yield Free(partition, "nobody has room for it", Cause.FULL)
+
+    def _why_unplaced(self, partitions: Sequence[str]) -> str:
+        """Which partitions have no owner, why, and what to do."""
+        if self._here.residents:
+            why = "every worker is full; start another one, or raise max_subjects or capacity"
+        else:
+            why = "only guests are here; start a worker"
+        return f"{count_of(len(partitions))} without owner ({names_of(partitions)}): {why}"
 
     def _wait_for_workers(self) -> str:
         """Why nothing is given to anybody yet; empty when it may be."""
@@ -162,6 +181,8 @@ class Giving:
             return "new partition", Cause.NEW
         if not claim.owner:
             return "had no owner", Cause.UNOWNED
+        if partition in self._here.surplus:
+            return f"{claim.owner} has no room for it", Cause.FULL
         if claim.owner in self._here.view.members:
             return f"{claim.owner} is away", Cause.AWAY
         if claim.owner in self._here.view.left:

@@ -80,7 +80,8 @@ def judge(
         return Skip(record.state)
     stranger = bool(record.worker) and record.incarnation != claimant.incarnation
     silent_s = max(0.0, now_s - record.seen_s)
-    if stranger and silent_s < _ALIVE * claimant.ack_wait_s:
+    # A clock that is far ahead says nothing: the job would wait until that time has come.
+    if stranger and abs(now_s - record.seen_s) < _ALIVE * claimant.ack_wait_s:
         return Elsewhere(record.worker, max(_SOONEST_S, claimant.ack_wait_s - silent_s))
     if cancelled:
         return Cancel()

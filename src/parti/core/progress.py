@@ -13,27 +13,30 @@ from functools import cached_property
 
 import msgspec
 
+from parti.model.records import TAG, Count, decode, encode
 from parti.model.subjects import covers, has_wildcard
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
+class Progress(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True, tag_field=TAG, tag="progress"
+):
     """What a worker has finished, as stored in `progress.<worker>`."""
 
     stream: str
     stream_created: str
     """Creation time of the stream: sequences of a recreated stream mean nothing."""
-    floor: int = 1
+    floor: Count = 1
     covered: tuple[str, ...] = ()
     """Subjects that the floor speaks for."""
-    ahead: dict[str, int] = {}
+    ahead: dict[str, Count] = {}
     """Positions above the floor, by partition id."""
-    behind: dict[str, int] = {}
+    behind: dict[str, Count] = {}
     """Positions that stand whatever the floor says, by partition id."""
-    trying: dict[str, int] = {}
+    trying: dict[str, Count] = {}
     """Messages that were about to be started when this was written, by partition id; only after a crash."""
-    incarnation: int = 0
+    incarnation: Count = 0
     """The holding of the worker id under which it was written; 0 for a worker on its own."""
-    needs: int = 0
+    needs: Count = 0
     """The lowest sequence that a consumer may still have to deliver, where that is below the floor."""
     closed: bool = False
     """The worker stopped in good order: no handler was interrupted."""
@@ -98,18 +101,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         return msgspec.structs.replace(self, ahead={**self.ahead, **ahead})
 
 
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Progress)
-
-
 def encode_progress(progress: Progress) -> bytes:
     """Serialise a record."""
-    return _encoder.encode(progress)
+    return encode(progress)
 
 
 def decode_progress(data: bytes) -> Progress:
-    """Read a record; raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
-    return _decoder.decode(data)
+    """Read a record; raises `DecodeError` on anything else."""
+    return decode(data, Progress)
 
 
 def summarise(

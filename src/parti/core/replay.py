@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 from parti.core.lease import NEVER_S
 from parti.model.fleet import Grant
+from parti.model.records import Amount, Count, decode_plain
 
 
 @dataclass(slots=True)
@@ -40,22 +41,22 @@ class Ask:
     """What a task says."""
 
     task: str
-    round: int
+    round: Count
     holds: tuple[str, ...] = ()
     """Partitions that it wants to go on with; none: it is done."""
-    at: Mapping[str, int] = field(default_factory=dict)
+    at: Mapping[str, Count] = field(default_factory=dict)
     """Positions that it has reached."""
-    handled: int = 0
+    handled: Count = 0
     """Messages, since the task began."""
-    dead_lettered: int = 0
+    dead_lettered: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a task may do, counted from when it sent its question."""
 
-    for_s: float = 0.0
-    keep: Mapping[str, int] = field(default_factory=dict)
+    for_s: Amount = 0.0
+    keep: Mapping[str, Count] = field(default_factory=dict)
     """Partitions that it may handle, and their positions."""
     wait: tuple[str, ...] = ()
     """Partitions that another task had: ask again until that permission has ended."""
@@ -67,15 +68,13 @@ def encode(message: Ask | Answer) -> bytes:
 
 
 def decode_ask(data: bytes) -> Ask:
-    """Read a question; raises ValueError, TypeError or KeyError on anything else."""
-    found = json.loads(data)
-    return Ask(**{**found, "holds": tuple(found["holds"])})
+    """Read a question; raises `DecodeError` on anything else."""
+    return decode_plain(data, Ask)
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Read an answer; raises ValueError, TypeError or KeyError on anything else."""
-    found = json.loads(data)
-    return Answer(**{**found, "wait": tuple(found["wait"])})
+    """Read an answer; raises `DecodeError` on anything else."""
+    return decode_plain(data, Answer)
 
 
 class Holdings:

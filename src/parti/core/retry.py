@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-_MAX_TEXT = 500
+from parti.model.safe_text import one_line
 
 
 class Retry(Exception):  # noqa: N818 - it steers, it is not an error
@@ -72,14 +72,19 @@ def after_failure(policy: RetryPolicy, attempt: int, error: BaseException) -> Tr
 
 
 def describe(error: BaseException) -> str:
-    """One line for headers and logs: type and text, cut to a bounded length."""
-    text = _text(error)
-    return f"{type(error).__name__}: {text}"[:_MAX_TEXT] if text else type(error).__name__
+    """One line for headers, records and logs: type and text, safe and bounded (`parti.model.safe_text`)."""
+    text = _words(error)
+    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def _text(error: BaseException) -> str:
-    """The error's own words on one line; an exception of a handler may fail to find any, or find too many."""
+    """The error's own words on one line."""
+    return one_line(_words(error))
+
+
+def _words(error: BaseException) -> str:
+    """What an error says; an exception of a handler may fail to find any words."""
     try:
-        return " ".join(str(error).split())[:_MAX_TEXT]
+        return str(error)
     except Exception:
         return ""

@@ -7,8 +7,8 @@ counts what it gives away in `loads` and `incoming`, so that later answers see i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
 
 from parti.core.fleet_view import Command, FleetView
 from parti.core.guests import guests_among, share_of
@@ -17,6 +17,7 @@ from parti.core.orders import honour, placements
 from parti.core.planner_memory import Memory
 from parti.model.fleet import Claim, MemberState
 from parti.strategies.interface import Slot
+from parti.strategies.ordering import natural_order
 
 
 class Situation:
@@ -122,6 +123,44 @@ class Situation:
         """Everybody who may have partitions in the end."""
         members = sorted(self.view.members.items())
         return [Slot(w, m.capacity, m.weight) for w, m in members if m.state != "draining"]
+
+    @cached_property
+    def returning(self) -> Mapping[str, Sequence[str]]:
+        """By worker, the partitions that were given to an earlier process under its id."""
+        returning: dict[str, list[str]] = {}
+        for partition, claim in self.view.claims.items():
+            member = self.view.members.get(claim.owner)
+            if member is None or member.state == "away" or partition not in self.wanted:
+                continue
+            if claim.state in {"owned", "preparing"} and claim.incarnation < member.incarnation:
+                returning.setdefault(claim.owner, []).append(partition)
+        return returning
+
+    @cached_property
+    def surplus(self) -> frozenset[str]:
+        """Those of them that nobody handles and that their worker has no room for.
+
+        It keeps what is placed on it, then what the strategy would leave there, in natural order.
+        """
+        found: set[str] = set()
+        for worker, partitions in self.returning.items():
+            room = self._room_on_return(worker)
+            if len(partitions) > room:
+                order = sorted(natural_order(partitions), key=partial(self._is_second_choice, worker))
+                found.update(order[room:])
+        return frozenset(found)
+
+    def _room_on_return(self, worker: str) -> int:
+        """How many partitions of an earlier process a worker can take, besides what it has and what is to come."""
+        member = self.view.members[worker]
+        has = sum(
+            claim.owner == worker and claim.state != "free" and claim.incarnation >= member.incarnation
+            for claim in self.view.claims.values()
+        )
+        return max(0, member.capacity - has - self.incoming[worker])
+
+    def _is_second_choice(self, worker: str, partition: str) -> tuple[bool, bool]:
+        return self.placed.get(partition) != worker, self.target.get(partition) != worker
 
     @cached_property
     def placed(self) -> Mapping[str, str]:

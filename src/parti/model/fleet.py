@@ -3,6 +3,7 @@
     fleet                 FleetRecord    what this fleet works on; written once, by the first worker
     ids.<worker>          MemberRecord   lease of a stable worker id; written by its holder, expires by itself
     standby.<worker>.<x>  StandbyRecord  a process that waits for that id; written by it, expires by itself
+    stalls.<worker>       StallRecord    what its watchdog has found; written by its thread, expires by itself
     health.<worker>       HealthRecord   what that worker has applied and how it fares
     progress.<worker>     Progress       its positions (`parti.core.progress`)
     load.<worker>         LoadRecord     how much work its partitions are, as measured, with strategy `load`
@@ -17,15 +18,39 @@
 
 The rebalancer writes claims and assignments in one atomic batch with a renewal of its lease, so that a write of
 somebody who is no longer the rebalancer has no effect at all. What workers write themselves names their incarnation.
+Each record names its kind, and what names none, or another, is refused (`parti.model.records`).
 """
 
 from __future__ import annotations
 
 import re
-from datetime import datetime
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
+
+from parti.model.records import TAG, Amount, Count, Moment, Real, Weight, Whole, check_time, decode, encode
+
+__all__ = [
+    "ROLES",
+    "Assignment",
+    "Claim",
+    "ClaimState",
+    "FleetRecord",
+    "Grant",
+    "HealthRecord",
+    "LeaderRecord",
+    "LoadRecord",
+    "MemberRecord",
+    "MemberState",
+    "MirrorRecord",
+    "Orders",
+    "Role",
+    "StandbyRecord",
+    "decode",
+    "encode",
+    "key_of",
+    "name_of",
+]
 
 MemberState = Literal["active", "draining", "away", "left"]
 """`away`: it left with an identity and is expected back; its partitions wait until the lease ends. `left`: it is gone
@@ -33,37 +58,43 @@ for good, and the record says so for a while."""
 ClaimState = Literal["owned", "preparing", "moving", "free"]
 """`preparing`: the owner goes on handling it while `next` gets ready. `moving`: the owner is to let go of it, then
 `next` gets it. `free`: nobody owns it."""
+RECOVERED, LEFT = "recovered", "left"
+"""How a stall ends."""
 Role = Literal["rebalancer", "monitor", "cleanup"]
 ROLES: tuple[Role, ...] = ("rebalancer", "monitor", "cleanup")
 
 
-class FleetRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class FleetRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="fleet"
+):
     """What the fleet of this bucket works on: workers of another stream or template have no business here."""
 
     prefix: str
     stream: str
     template: str
     stream_created: str
-    first_seq: int
+    first_seq: Count
     """Where a partition begins that nobody has ever had, as long as the stream is the one made at that time."""
 
 
-class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class MemberRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="member"
+):
     """The lease of a stable worker id."""
 
     token: str
     """Who holds it: random for each process, or handed down by a supervisor to the next process of a slot."""
-    incarnation: int
+    incarnation: Count
     """Grows with every new holder of the id, also after the bucket was made anew."""
     state: MemberState = "active"
     identity: str = ""
     """Name of host, pod or slot that gets this id back after a restart; empty for none."""
     host: str = ""
-    pid: int = 0
+    pid: Count = 0
     version: str = ""
-    capacity: int = 500
+    capacity: Count = 500
     """Most partitions that it takes."""
-    weight: float = 1.0
+    weight: Weight = 1.0
     """Share of the load that it should get, against the others."""
     service: str = ""
     """Instance id of its NATS micro service."""
@@ -71,105 +102,150 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     """`<server id>/<client id>` of its connection, by which system events name it."""
     guest: bool = False
     """It is here for a while, for partitions that are placed on it, and gets no others."""
-    started_at: datetime
-    ttl_seconds: float
+    started_at: Moment
+    ttl_seconds: Amount
+
+    def __post_init__(self) -> None:
+        check_time(self.started_at)
 
 
-class StandbyRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class StandbyRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="standby"
+):
     """A process that stands by to take a worker id over: for people to see, nobody decides by it."""
 
     worker: str
-    rank: int = 0
+    rank: Whole = 0
     """Of several, those with smaller numbers go first."""
     host: str = ""
-    pid: int = 0
+    pid: Count = 0
     version: str = ""
-    since: datetime
-    ttl_seconds: float
+    since: Moment
+    ttl_seconds: Amount
+
+    def __post_init__(self) -> None:
+        check_time(self.since)
 
 
-class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class HealthRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="health"
+):
     """What a worker says of itself with each heartbeat."""
 
-    incarnation: int
-    applied: int = 0
+    incarnation: Count
+    applied: Count = 0
     """Version of the assignment that is in force; its positions are stored."""
     busy: tuple[str, ...] = ()
     """Partitions that it was told to let go and whose handler still runs."""
-    ready: int = 0
+    ready: Count = 0
     """Version of the assignment whose partitions, incoming ones included, its consumer carries."""
+    refused: tuple[str, ...] = ()
+    """Partitions of the assignment that it cannot take; nobody handles them."""
     state: str = ""
     pulling: bool = False
-    subjects: int = 0
-    finished: int = 0
-    rate: float = 0.0
+    subjects: Count = 0
+    finished: Count = 0
+    rate: Real = 0.0
     """Messages finished a second, since the heartbeat before."""
-    failures: int = 0
+    failures: Count = 0
     """Failed handler calls."""
-    dead_letters: int = 0
-    update_failures: int = 0
+    dead_letters: Count = 0
+    update_failures: Count = 0
     """Failed consumer updates in a row."""
-    updates: int = 0
+    updates: Count = 0
     """Consumer updates since it started."""
-    updates_skipped: int = 0
-    in_hand: int = 0
+    updates_skipped: Count = 0
+    in_hand: Count = 0
     """Messages delivered to it and not yet acknowledged."""
-    p50_ms: float = 0.0
+    p50_ms: Real = 0.0
     """Time that half of its handler calls took at most, since the heartbeat before; 0: there were none."""
-    p99_ms: float = 0.0
+    p99_ms: Real = 0.0
     parked: tuple[str, ...] = ()
     """Partitions that it reads from the stream itself, because they hold up others or have just come; the first."""
     failing: dict[str, str] = {}
     """Partitions whose next message has failed and will be tried again, and the error; the first."""
     problems: tuple[str, ...] = ()
     """Reasons why it is unhealthy."""
-    at: datetime
+    at: Moment
+
+    def __post_init__(self) -> None:
+        check_time(self.at)
 
 
-class LoadRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class StallRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="stall"
+):
+    """A worker that stood still: for people to see, also when its process is gone; nobody decides by it."""
+
+    stall: str
+    """What stood still: a kind of `parti.core.stall`."""
+    reason: str
+    host: str = ""
+    pid: Count = 0
+    at: Moment
+    ended: Literal["", "recovered", "left"] = ""
+    """How it ended; empty while it lasts."""
+
+    def __post_init__(self) -> None:
+        check_time(self.at)
+
+
+class LoadRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="load"
+):
     """What a worker has learned of its partitions; written seldom, and when something has changed noticeably.
 
     It stays when its worker is gone: until somebody else has measured them, nobody knows more of these partitions.
     """
 
-    incarnation: int
-    loads: dict[str, float] = {}
+    incarnation: Count
+    loads: dict[str, Amount] = {}
     """Seconds of handler work a second, by partition; none for those that it has not watched for long enough."""
-    at: datetime
+    at: Moment
+
+    def __post_init__(self) -> None:
+        check_time(self.at)
 
 
-class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class LeaderRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="leader"
+):
     """The lease of a role."""
 
     holder: str
     """Worker id."""
     token: str
-    term: int
+    term: Count
     """Grows with every new holder, also after the bucket was made anew."""
     state: str = ""
     """State of the fleet as the rebalancer sees it."""
     reason: str = ""
     """Why, in a sentence."""
     strategy: str = ""
-    wanted: int = 0
+    wanted: Count = 0
     """How many partitions there are to own."""
-    since: datetime
-    ttl_seconds: float
+    since: Moment
+    ttl_seconds: Amount
+
+    def __post_init__(self) -> None:
+        check_time(self.since)
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class Claim(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="claim"
+):
     """Ownership of one partition."""
 
     owner: str = ""
-    incarnation: int = 0
+    incarnation: Count = 0
     """The holder of the owner's id that this claim was made for."""
-    fence_token: int = 0
+    fence_token: Count = 0
     """Grows with every change of owner or incarnation, also after the bucket was made anew."""
-    claimed_at: datetime
-    ttl_seconds: float
+    claimed_at: Moment
+    ttl_seconds: Amount
     """The claim counts as long as the owner's lease of this length does."""
     state: ClaimState = "owned"
-    position: int = 0
+    position: Count = 0
     """Where the owner began: every message of the partition below it is finished."""
     stream_created: str = ""
     """Creation time of the stream that the position is in: sequences of a recreated stream mean nothing."""
@@ -177,23 +253,28 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     """Who gets it after a move."""
     home: str = ""
     """While a guest owns it: who had it before, and whose share it counts to."""
-    awaits: int = 0
+    awaits: Count = 0
     """Version of an assignment that this step of a move waits for: of `next`, which tells it to get ready, while
     preparing; of the owner, which tells it to let go, while moving."""
-    careful_to: int = 0
+    careful_to: Count = 0
     """The owner before was lost: up to this sequence, what is about to be started is noted down first."""
-    suspect: int = 0
+    suspect: Count = 0
     """A message in whose handler processes have died; 0 for none."""
-    deaths: int = 0
+    deaths: Count = 0
     """How many are known to have died in it."""
-    term: int
+    term: Count
     reason: str = ""
     """Why it was given to its owner, in a few words."""
     cause: str = ""
     """The same in one word (`parti.core.causes`)."""
 
+    def __post_init__(self) -> None:
+        check_time(self.claimed_at)
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+
+class Orders(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="orders"
+):
     """What operators want of the fleet; it stands until it is taken back."""
 
     placed: dict[str, str] = {}
@@ -213,13 +294,15 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
         return frozenset(self.paused) | frozenset(self.withheld)
 
 
-class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class MirrorRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="mirror"
+):
     """What the keeper of the hot mirror is about to do; nobody begins to read it below `trim` or `room`."""
 
     stream_created: str
-    trim: int
+    trim: Count
     """How far it may be trimmed."""
-    room: int = 0
+    room: Count = 0
     """Those who need something older are asked to begin here."""
     remaking: bool = False
     """It is about to be deleted and made anew."""
@@ -228,40 +311,28 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 class Grant(msgspec.Struct, frozen=True, array_like=True):
     """Permission to handle one partition: fence token, and the position to begin at."""
 
-    fence_token: int
-    position: int
-    careful_to: int = 0
-    suspect: int = 0
-    deaths: int = 0
+    fence_token: Count
+    position: Count
+    careful_to: Count = 0
+    suspect: Count = 0
+    deaths: Count = 0
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class Assignment(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="assignment"
+):
     """Everything that a worker is to own."""
 
-    version: int
+    version: Count
     """Grows with every change."""
-    term: int
-    incarnation: int
+    term: Count
+    incarnation: Count
     """It is meant for this holder of the id and for no other."""
     stream_created: str = ""
     """Creation time of the stream that the positions are in."""
     partitions: dict[str, Grant] = {}
-    incoming: dict[str, int] = {}
+    incoming: dict[str, Count] = {}
     """Partitions to get ready for, and a position below which everything is finished; others still handle them."""
-
-
-T = TypeVar("T", bound=msgspec.Struct)
-_encoder = msgspec.json.Encoder()
-
-
-def encode(record: msgspec.Struct) -> bytes:
-    """Serialise a record."""
-    return _encoder.encode(record)
-
-
-def decode(data: bytes, kind: type[T]) -> T:
-    """Read a record; raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
-    return msgspec.json.decode(data, type=kind)
 
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")

@@ -72,6 +72,6 @@ def status_of(block: bytes) -> tuple[int, str]:
     """Read code and description of a header block's first line; (0, "") when it carries no status."""
     line, _, _ = block.partition(b"\r\n")
     parts = line.split(b" ", 2)
-    if len(parts) < 2 or not parts[1].isdigit():
+    if len(parts) < 2 or len(parts[1]) != 3 or not parts[1].isdigit():
         return 0, ""
     return int(parts[1]), parts[2].decode("utf-8", "replace") if len(parts) > 2 else ""

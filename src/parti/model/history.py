@@ -7,13 +7,13 @@ changes nothing: `parti explain` tells that one is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
 from parti.model.fleet import key_of
+from parti.model.records import TAG, Count, Moment, Real, check_time
 
 KEEP_S = 7 * 86_400
 """How long a record is kept."""
@@ -25,7 +25,9 @@ Step = Literal["given", "freed", "kept"]
 was called off, and the owner, who had never stopped, keeps it."""
 
 
-class HistoryRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class HistoryRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="history"
+):
     """One change of a partition's owner."""
 
     partition: str
@@ -38,16 +40,19 @@ class HistoryRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", o
     """The planner's reason in a word (`parti.core.causes`)."""
     why: str = ""
     """The same in the planner's own words."""
-    position: int = 0
+    position: Count = 0
     """Where the next owner begins: every message below is finished."""
-    fence_token: int = 0
-    term: int = 0
+    fence_token: Count = 0
+    term: Count = 0
     """Of the rebalancer that decided it."""
     by: str = ""
     """The worker that was the rebalancer."""
-    took_s: float = 0.0
+    took_s: Real = 0.0
     """From the decision to move it until the next owner had it; 0: not a planned move, or not known."""
-    at: datetime
+    at: Moment
+
+    def __post_init__(self) -> None:
+        check_time(self.at)
 
 
 def history_stream(bucket: str) -> str:

@@ -6,7 +6,8 @@ import enum
 
 import msgspec
 
-from parti.errors import ConfigError
+from parti.errors import ConfigError, DecodeError
+from parti.model.records import TAG, Count, Nanoseconds, Real, Seconds, decode, encode, number_in
 
 BUCKET_SUFFIX = "-jobs"
 """Added to the prefix it names the bucket of the records."""
@@ -29,38 +30,38 @@ class JobState(enum.StrEnum):
         return self in {JobState.DONE, JobState.FAILED, JobState.CANCELLED}
 
 
-class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=TAG, tag="job"):
     """What is known of one job. Times are seconds since 1970, by the clock of the worker; 0 is "not yet"."""
 
     stream: str
-    seq: int
+    seq: Count
     subject: str
-    published_ns: int
+    published_ns: Nanoseconds
     """Tells a message from one with the same sequence of a stream that was made anew."""
     state: JobState
     worker: str = ""
     """Who has it; nobody while it waits for its next attempt."""
     incarnation: str = ""
     """The process of that worker."""
-    attempt: int = 1
-    failures: int = 0
+    attempt: Count = 1
+    failures: Count = 0
     """Attempts that ended with an error."""
-    crashes: int = 0
+    crashes: Count = 0
     """Attempts whose process died."""
-    percent: float = 0.0
+    percent: Real = 0.0
     phrase: str = ""
-    slots: int = 0
-    received_s: float = 0.0
-    started_s: float = 0.0
-    seen_s: float = 0.0
+    slots: Count = 0
+    received_s: Seconds = 0.0
+    started_s: Seconds = 0.0
+    seen_s: Seconds = 0.0
     """When its worker was last heard of."""
-    finished_s: float = 0.0
-    next_s: float = 0.0
+    finished_s: Seconds = 0.0
+    next_s: Seconds = 0.0
     """When its next attempt is due."""
     error: str = ""
-    dead_letter: int = 0
+    dead_letter: Count = 0
     """Its sequence in the dead-letter stream."""
-    retried_as: int = 0
+    retried_as: Count = 0
     """The sequence under which an operator has sent it again."""
 
 
@@ -87,19 +88,19 @@ def parse_key(key: str) -> tuple[str, int]:
     """Consumer and sequence of a record's key, a cancel's key or a job's id; raises `ConfigError`."""
     durable, _, seq = key.rpartition(".")
     durable = durable.removeprefix("jobs.").removeprefix("cancel.")
-    if not seq.isdecimal():
+    if not number_in(seq):
         raise ConfigError(f"{key!r} is no id of a job; expected something like 'parti-jobs.42', see 'parti jobs ls'")
-    return durable, int(seq)
+    return durable, number_in(seq)
 
 
 def encode_job(record: JobRecord) -> bytes:
     """A record as it lies in the bucket."""
-    return msgspec.json.encode(record)
+    return encode(record)
 
 
 def decode_job(value: bytes) -> JobRecord | None:
     """The record, or None for what is none: another version of parti may be at work."""
     try:
-        return msgspec.json.decode(value, type=JobRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return decode(value, JobRecord)
+    except DecodeError:
         return None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Literal
 
 import msgspec
+
+from parti.model.records import TAG, Count, Moment, check_time
 
 MARKS_SUFFIX = "-replays"
 KEEP_S = 30 * 86_400
 """How long a mark is kept."""
 
 
-class LetterMark(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class LetterMark(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="letter-mark"
+):
     """The newest word on one dead letter."""
 
     state: Literal["sending", "sent"]
@@ -21,12 +24,15 @@ class LetterMark(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     """Creation time of the dead-letter stream: sequences of one that was made anew mean other letters."""
     message_id: str = ""
     """What it is, or was, published as."""
-    after: int = 0
+    after: Count = 0
     """Last sequence of the origin before it was published."""
-    sent_as: int = 0
+    sent_as: Count = 0
     """Its new sequence in the origin."""
     by: str = ""
-    at: datetime
+    at: Moment
+
+    def __post_init__(self) -> None:
+        check_time(self.at)
 
 
 def marks_stream(letters: str) -> str:

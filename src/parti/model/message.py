@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 
 import msgspec
@@ -91,8 +91,8 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def published_at(self) -> datetime:
-        """When the server stored the message (UTC)."""
-        return datetime.fromtimestamp(parse_reply(self.reply).timestamp_ns / 1e9, UTC)
+        """When the server stored the message (UTC), in whole microseconds: the same, however it was read."""
+        return _EPOCH + timedelta(microseconds=parse_reply(self.reply).timestamp_ns // 1000)
 
     @property
     def deliveries(self) -> int:

@@ -2,7 +2,7 @@
 
     migration              MigrationRecord  what is migrated, which phase it is in, who did what and when
     migration.<partition>  OldConsumer      the consumer that had the partition before, and who has it now
-    migrator               lease            of the one process that may change any of this
+    migrator               MigratorLease    of the one process that may change any of this
     progress.old.consumers Progress         positions of partitions that old consumers have given up
 
 Nobody but `parti migrate` writes them. The rebalancer reads the last one, as it reads the record of any owner that is
@@ -11,10 +11,11 @@ gone; no worker id has a dot, so that it can never be a worker's.
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
+
+from parti.model.records import TAG, Count, Moment, check_time
 
 OLD_CONSUMERS = "old.consumers"
 """In the place of a worker id: who finished what is below the positions of switched partitions."""
@@ -29,7 +30,7 @@ class PhaseNote(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     """One thing that somebody did."""
 
     action: Action
-    at: datetime
+    at: Moment
     by: str
     """User and host."""
     phase: Phase
@@ -37,8 +38,13 @@ class PhaseNote(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     text: str
     """What came of it, in a sentence."""
 
+    def __post_init__(self) -> None:
+        check_time(self.at)
 
-class MigrationRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+
+class MigrationRecord(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="migration"
+):
     """The migration of a stream's old consumers."""
 
     stream: str
@@ -48,7 +54,7 @@ class MigrationRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel",
     prefix: str
     consumers: str
     """The pattern, or the list, that names the old consumers."""
-    workers: int
+    workers: Count
     """How many workers the shadow run pretends to have."""
     shares: dict[str, tuple[str, ...]] = {}
     """What each of them would own."""
@@ -58,7 +64,16 @@ class MigrationRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel",
     notes: tuple[PhaseNote, ...] = ()
 
 
-class OldConsumer(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class MigratorLease(msgspec.Struct, frozen=True, kw_only=True, tag_field=TAG, tag="migrator"):
+    """Who migrates at this moment."""
+
+    token: str
+    by: str
+
+
+class OldConsumer(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="old-consumer"
+):
     """The consumer that had a partition before the fleet, as it was found."""
 
     partition: str
@@ -68,10 +83,13 @@ class OldConsumer(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     config: dict[str, Any] = {}
     """As the server had it, for the way back."""
     holder: Holder = "old"
-    position: int = 0
+    position: Count = 0
     """The old consumer has finished everything below: by its ack floor in the shadow phase, then where the fleet
     began; 0 where nobody needs to know."""
     removed: bool = False
     """The old consumer is deleted."""
-    at: datetime | None = None
+    at: Moment | None = None
     """When the holder last changed."""
+
+    def __post_init__(self) -> None:
+        check_time(self.at)

@@ -110,6 +110,9 @@ class Template:
                     f"value {value!r} for key {key!r} of template {self.text!r} is not one subject token; "
                     f"use a word without dots or white space, or '*'"
                 )
+        return self._made_of(parts)
+
+    def _made_of(self, parts: Sequence[str]) -> Partition:
         values = iter(parts)
         subject = ".".join(next(values) if i in self._key_at else t for i, t in enumerate(self._tokens))
         keys = MappingProxyType(dict(zip(self.keys, parts, strict=True)))
@@ -127,6 +130,33 @@ class Template:
         ):
             raise SubjectMismatch(f"subject {subject!r} does not match template {self.text!r}")
         return self._build([tokens[i] for i in self._key_at])
+
+    def parse_any(self, subject: str) -> Partition:
+        """As `parse`, also for values that no configuration may have, but a publisher has used in a subject."""
+        try:
+            return self.parse(subject)
+        except SubjectMismatch:
+            tokens = subject.split(".")
+            if len(tokens) != len(self._tokens):
+                raise
+            return self._made_of([tokens[i] for i in self._key_at])
+
+    def find(self, partition_id: str) -> Partition | None:
+        """The partition with this id; None when none can have it."""
+        try:
+            return self.partition(partition_id)
+        except SubjectMismatch:
+            return None
+
+    def of_id(self, partition_id: str) -> Partition:
+        """The partition with an id that `parse_any` has found."""
+        try:
+            return self.partition(partition_id)
+        except SubjectMismatch:
+            parts = partition_id.split(".")
+            if len(parts) != len(self.keys):
+                raise
+            return self._made_of(parts)
 
     def __repr__(self) -> str:
         return f"Template({self.text!r})"

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import datetime
 
 import msgspec
 
 from parti.model.fleet import key_of, name_of
+from parti.model.records import TAG, Count, Moment, check_time
 
-_NAME = re.compile(r"(\d+)-(\d+)-([0-9a-z]+)")
+_NAME = re.compile(r"(\d{1,19})-(\d{1,19})-([0-9a-z]+)")
 
 
-class StatePointer(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class StatePointer(
+    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, tag_field=TAG, tag="state"
+):
     """Which state of a partition counts, as stored in `state.<partition>`.
 
     Written by compare-and-set once every chunk is stored, so what it points at is whole. A new owner puts its own
@@ -29,15 +31,15 @@ class StatePointer(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     """
 
     partition: str
-    fence: int = 0
+    fence: Count = 0
     """Fence token of the newest owner that has written the record; 0 when nothing is fenced (solo)."""
-    position: int = 0
+    position: Count = 0
     """Every message of the partition below it is in the state, none above."""
     stream_created: str = ""
     """Creation time of the stream that the position is in: sequences of a recreated stream mean nothing."""
-    size: int = 0
+    size: Count = 0
     """Bytes."""
-    chunks: int = 0
+    chunks: Count = 0
     digest: str = ""
     """SHA-256 of the bytes, in hex."""
     stream: str = ""
@@ -46,7 +48,10 @@ class StatePointer(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     """What the subjects of the chunks begin with; empty: the partition has an owner, but no state yet."""
     worker: str = ""
     """Who took the snapshot."""
-    at: datetime
+    at: Moment
+
+    def __post_init__(self) -> None:
+        check_time(self.at)
 
     @property
     def holds_state(self) -> bool:
