@@ -14,10 +14,14 @@ from parti.config import Settings
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.manager import Manager
 from parti.coordination.worker_ids import Seat
+from parti.core.filters import find_unreadable
+from parti.core.fleet_report import waits_for_room
 from parti.core.lease import NEVER_S
+from parti.errors import DecodeError
 from parti.jetstream.kv import Bucket, Entry
 from parti.model.fleet import Assignment, Claim, HealthRecord, decode, key_of
 from parti.model.partition import Partition
+from parti.telemetry.tasks import owned
 from parti.worker.reader import SIGNALS, Reader, ReaderPorts
 from parti.worker.standby import WaitingPull, can_be_pinned
 from parti.worker.starts import Granted
@@ -62,6 +66,7 @@ class FleetReading:
         self.finished_before = 0
         """Messages that earlier readers of this process have finished."""
         self._ports = ports
+        self._stream = ports.stream
         self._settings = settings
         self._granted = granted
         self._on_worker_id = on_worker_id
@@ -94,6 +99,7 @@ class FleetReading:
             incarnation=seat.incarnation,
             entitled=lambda: seat.lease.held,
             safe_elsewhere=partial(safe_elsewhere, plane.bucket, seat.worker_id),
+            wait_for_room=partial(wait_for_room, plane.bucket),
             outpinned=self._step_down,
         )
         self.reader.permit(NEVER_S)
@@ -106,6 +112,16 @@ class FleetReading:
             await self.reader.update(partitions, self._granted())
         else:
             await self.reader.start(partitions, self._granted())
+
+    async def refuse(self, partitions: Sequence[Partition]) -> Mapping[str, str]:
+        """Which of these partitions cannot be read, and why; the stream may have got further subjects since."""
+        s = self._settings
+        check = partial(find_unreadable, partitions, max_subjects=s.max_subjects, shards=s.consumer_shards)
+        if (refused := check(self._stream.stored_subjects)) and self.reader:
+            self._stream = await self._ports.api.stream_info(self._stream.name)
+            self.reader.follow(self._stream)
+            refused = check(self._stream.stored_subjects)
+        return refused
 
     def let_go(self, keep: Sequence[Partition], told: Callable[[], None]) -> bool:
         """Start nothing more in partitions that are not among these."""
@@ -132,7 +148,7 @@ class FleetReading:
         What was read under a lease that somebody else has had since is of no use any more.
         """
         if replaced and self.reader:
-            self._ending = asyncio.create_task(self._end(self.reader))
+            self._ending = owned(self._end(self.reader), "reader-end", self._ports.health, signals=False)
             self.reader = None
         if self._waiting is None and can_be_pinned(self._settings, self._ports.stream):
             self._waiting = WaitingPull(self._settings, self._ports.stream.name, worker_id)
@@ -175,6 +191,8 @@ async def safe_elsewhere(bucket: Bucket, worker_id: str, partitions: Iterable[st
     safe = set()
     for partition in partitions:
         claim = await _read(bucket, key_of("claims", partition), Claim)
+        if claim and waits_for_room(claim):
+            continue  # somebody will want it again: until then its messages must be kept
         if claim and claim.state in {"free", "moving"} and claim.owner in {"", worker_id}:
             # Nobody wants it any more, or we were told to let go because the next owner carries it.
             safe.add(partition)
@@ -184,15 +202,22 @@ async def safe_elsewhere(bucket: Bucket, worker_id: str, partitions: Iterable[st
         told = await _read(bucket, key_of("assignment", owner), Assignment)
         said = await _read(bucket, key_of("health", owner), HealthRecord)
         if told and said and said.incarnation == told.incarnation and said.ready >= told.version:
-            safe |= {p for p, owned_by in owners.items() if owned_by == owner and p in told.partitions}
+            taken = told.partitions.keys() - set(said.refused)
+            safe |= {p for p, owned_by in owners.items() if owned_by == owner and p in taken}
     return safe
+
+
+async def wait_for_room(bucket: Bucket, partitions: Iterable[str]) -> set[str]:
+    """Which of these partitions nobody owns because nobody has room for them."""
+    claims = {p: await _read(bucket, key_of("claims", p), Claim) for p in partitions}
+    return {p for p, claim in claims.items() if claim and waits_for_room(claim)}
 
 
 async def _read(bucket: Bucket, key: str, kind: type[_T]) -> _T | None:
     entry = await bucket.get(key)
     try:
         return decode(entry.value, kind) if entry and entry.value else None
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except DecodeError:
         return None
 
 

@@ -82,6 +82,10 @@ class GuestReading:
     async def update_worker_consumer(self, worker_id: str, partitions: Sequence[Partition]) -> None:
         """There is no consumer: what is granted is held already."""
 
+    async def refuse(self, partitions: Sequence[Partition]) -> Mapping[str, str]:
+        """Take everything: there is no consumer."""
+        return {}
+
     def let_go(self, keep: Sequence[Partition], told: Callable[[], None]) -> bool:
         """Hold exactly what the assignment grants; tasks hear of it when they ask next."""
         self.holdings.grant(self._granted())
@@ -192,6 +196,7 @@ class Guest:
         visit, job = self.visit, self._job
         assert job.source
         metrics, health = Metrics(self.name), Health()
+        health.on_task_death = metrics.task_deaths.inc
         self._reading = GuestReading(visit.stream, metrics, health, self._grants)
         parts = FleetParts(
             visit.connection,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -13,9 +15,12 @@ from parti.app.signals import exit_at_once, on_leave_signals
 from parti.app.supervisor import own_slot
 from parti.config import Settings
 from parti.telemetry.logs import configure_logging, name_process
+from parti.telemetry.tasks import beside
 
 _log = structlog.get_logger("parti.process")
 _START_GRACE_S = 1.0
+STALLED = 70
+"""Exit code of a worker that stood still; a supervisor restarts it."""
 T = TypeVar("T")
 
 
@@ -24,6 +29,7 @@ class Servable(Protocol):
 
     settings: Settings
     on_worker_id: Callable[[str], None]
+    on_stalled: Callable[[str], None] | None
 
     @property
     def finished(self) -> int:
@@ -35,7 +41,7 @@ class Servable(Protocol):
     def announce(self) -> None:
         """Say in one log line what it does."""
 
-    async def stop(self) -> bool:
+    async def stop(self, *, drain: bool = True) -> bool:
         """Drain and leave; True when nothing was left to be delivered again."""
         ...
 
@@ -73,10 +79,22 @@ async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None)
     Raises what `Worker.start` raises; calls `on_started` when it has not, or is told to leave before that.
 
     Returns the exit code: 0 when everything was finished and stored, 1 when something was left to be delivered
-    again.
+    again, `STALLED` when the worker stood still and a restart of its reading side did not help.
     """
     worker.on_worker_id = lambda worker_id: name_process(worker=worker_id)
     leave = asyncio.Event()
+    stalled = threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def stand_still(reason: str) -> None:
+        stalled.set()
+        loop.call_soon_threadsafe(leave.set)
+        # What stands still may not be able to leave in order. Its lease ends by itself then.
+        timer = threading.Timer(worker.settings.lease_ttl_s, os._exit, (STALLED,))
+        timer.daemon = True
+        timer.start()
+
+    worker.on_stalled = stand_still
 
     supervised = own_slot() is not None
 
@@ -92,18 +110,42 @@ async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None)
         exit_at_once(number)
 
     on_leave_signals(drain, leave_now)
-    starting = asyncio.create_task(worker.start())
-    waiting = asyncio.create_task(leave.wait())
-    await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        # It may be handling already, with little left to do: cancelled now, handlers would be too.
-        await asyncio.wait({starting}, timeout=_START_GRACE_S)
-        starting.cancel()
-    await asyncio.gather(starting, return_exceptions=leave.is_set())
+    async with beside(worker.start(), _told(leave), name="start") as (starting, told):
+        await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            # It may be handling already, with little left to do: cancelled now, handlers would be too.
+            await asyncio.wait({starting}, timeout=_START_GRACE_S)
+            starting.cancel()
+        await asyncio.gather(starting, return_exceptions=leave.is_set())
     if not leave.is_set():
         on_started()
         worker.announce()
-    await leave.wait()
-    clean = await worker.stop()
+    cancelled = await _is_cancelled_before(leave)
+    clean = await (worker.stop(drain=False) if cancelled or stalled.is_set() else worker.stop()) and not cancelled
     _log.info("worker left", finished=worker.finished, clean=clean)
+    if stalled.is_set():
+        return STALLED
     return 0 if clean else 1
+
+
+async def _is_cancelled_before(leave: asyncio.Event) -> bool:
+    """Wait until it is time to leave; True when other code has cancelled this process's main task.
+
+    A handler does so that cancels all tasks. Those of the client library have gone with it, so nothing is heard any
+    more: what is left is to leave, for others to take over.
+    """
+    main = asyncio.current_task()
+    try:
+        await leave.wait()
+    except asyncio.CancelledError:
+        if main:
+            main.uncancel()
+        _log.error(
+            "other code has cancelled the main task of this process, as a handler that cancels all does; it leaves"
+        )
+        return True
+    return False
+
+
+async def _told(leave: asyncio.Event) -> None:
+    await leave.wait()

@@ -26,7 +26,7 @@ from parti.coordination.lease import clock
 from parti.core.lease import NEVER_S
 from parti.core.replay import Holding, Holdings, decode_ask, encode
 from parti.core.retry import RetryPolicy
-from parti.errors import ConfigError, PartiError, ReplayFailed
+from parti.errors import ConfigError, DecodeError, PartiError, ReplayFailed
 from parti.jetstream.target import Target
 from parti.model.ledger import ledger_subject, sample_limit
 from parti.spark.options import Offset
@@ -35,6 +35,7 @@ from parti.spark.replay_desk import LedgerTo
 from parti.spark.replay_task import Lot, Work
 from parti.strategies import natural_order
 from parti.telemetry.health import Health
+from parti.telemetry.tasks import beside, owned, supervise
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.ledger import ensure_ledger_stream
 from parti.worker.state import is_stateful
@@ -189,7 +190,7 @@ class Replay:
     # ── rounds ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _replay(self, rounds: Rounds) -> None:
-        guest, loop = self._guest, asyncio.get_running_loop()
+        guest, cancelling = self._guest, set[asyncio.Task[None]]()
         self._desk = guest.visit.connection.client.new_inbox()
         await guest.visit.connection.client.subscribe(self._desk, cb=self._answer)
         await guest.visit.connection.flush()
@@ -197,10 +198,10 @@ class Replay:
         def lost() -> None:
             self._lost = True
             if self._doing == _HANDLING:
-                loop.run_in_executor(None, rounds.cancel)
+                owned(asyncio.to_thread(rounds.cancel), "replay-cancel", keep=cancelling)
 
         guest.reading.on_lost = lost
-        storing = asyncio.create_task(self._keep_storing())
+        storing = supervise(self._keep_storing, "replay-storing")
         try:
             await self._run_rounds(rounds)
         finally:
@@ -222,21 +223,18 @@ class Replay:
             span = await self._run_round(rounds, todo, start, min(self._bound, start + span)) or span
 
     async def _claim(self) -> None:
-        waiting = asyncio.create_task(
-            self._guest.owns(
-                self._chosen, within_s=self._request.claim_within_s, told=lambda count: self._say("claiming")
-            )
+        owns = self._guest.owns(
+            self._chosen, within_s=self._request.claim_within_s, told=lambda count: self._say("claiming")
         )
-        while not waiting.done() and not self._stopping:
-            await asyncio.wait({waiting}, timeout=0.1)
-        if not waiting.done():
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            return
-        try:
-            await waiting
-        except PartiError as error:
-            raise ReplayFailed(f"the partitions could not be claimed: {error}") from None
+        async with beside(owns, name="replay-claim") as (waiting,):
+            while not waiting.done() and not self._stopping:
+                await asyncio.wait({waiting}, timeout=0.1)
+            if not waiting.done():
+                return
+            try:
+                await waiting
+            except PartiError as error:
+                raise ReplayFailed(f"the partitions could not be claimed: {error}") from None
 
     async def _run_round(self, rounds: Rounds, todo: Sequence[Holding], start: int, end: int) -> int:
         """One round; returns how wide the next one should be, or 0 when this one tells nothing about that."""
@@ -311,8 +309,8 @@ class Replay:
         reading = self._guest.reading
         try:
             ask = decode_ask(message.data)
-        except (ValueError, TypeError, KeyError) as error:
-            _log.error("a question at the desk is unreadable and ignored", error=repr(error))
+        except DecodeError as error:
+            _log.error("a question at the desk is unreadable and ignored", error=str(error))
             return
         answer = reading.holdings.answer(ask, clock(), NEVER_S if self._stopping else reading.permitted_until_s)
         self._tell()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,15 @@ from parti.coordination.manager import Manager
 from parti.coordination.mirror_keeping import MirrorKeeper
 from parti.coordination.records import Records
 from parti.coordination.sources import Discovered, Mapped, PartitionSource, SourceContext, SourceReader
+from parti.coordination.stall_notes import StallNotes
 from parti.core.fleet_view import FleetState
 from parti.core.hot_mirror import ON, why_not
 from parti.core.retention import INTEREST, LIMITS, retention_named
+from parti.core.stall import Stall
 from parti.errors import ConfigError, NotFound, ServerTooOld, StreamNotFound, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
+from parti.jetstream.fleet_marks import check_fleet
 from parti.jetstream.kv import Bucket
 from parti.jetstream.lifecycle import Lifecycle
 from parti.jetstream.micro import MicroService, ServiceStats
@@ -32,7 +36,9 @@ from parti.jetstream.wire import Wire
 from parti.model.partition import Partition, PartitionLike, Template
 from parti.model.subjects import overlap, within
 from parti.strategies.interface import Strategy, learns_loads
+from parti.telemetry.tasks import owned
 from parti.telemetry.tracing import check_tracing
+from parti.telemetry.watchdog import Watchdog, Watched
 from parti.version import __version__
 from parti.worker.deadletters import DeadLetterStream
 from parti.worker.ledger import ensure_ledger_stream
@@ -82,7 +88,11 @@ class Worker:
         """This worker's place in the fleet; None on its own, or before the start."""
         self._job = job
         self._hooks = hooks or Hooks()
+        self.on_stalled: Callable[[str], None] | None = None
+        """Called, in a thread, when this worker stands still and a restart has not helped; None: it stops."""
         self._connection: Connection | None = None
+        self._watchdog: Watchdog | None = None
+        self._leaving: set[asyncio.Task[bool]] = set()
         self._solo: Reader | None = None
         self._fleet: FleetReading | None = None
 
@@ -112,6 +122,7 @@ class Worker:
         check_template(job, stream)
         _check_retention(job, settings, stream)
         _check_mirror(job, settings, stream)
+        await check_fleet(api, stream.name, settings)
         bucket = await Bucket.open(api, settings.bucket, replicas=settings.replicas)
         partitions = await self._check_partitions(api, bucket, stream)
         dead_letters = await DeadLetterStream.open(
@@ -155,6 +166,41 @@ class Worker:
         else:
             await self._go_alone(ports, bucket, partitions)
         await service.start()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have this worker watched from now on."""
+        settings, notes = self.settings, StallNotes(self.settings, lambda: self.worker_id)
+        loop = asyncio.get_running_loop()
+
+        def leave(stall: Stall, reason: str) -> None:
+            if self.on_stalled:
+                self.on_stalled(reason)
+            else:
+                loop.call_soon_threadsafe(self._give_up)
+            notes.write(stall, reason, "left")
+
+        watched = Watched(
+            look=lambda: self._reader.look() if self._reader else {},
+            story=lambda: self._reader.story() if self._reader else {},
+            restart=lambda stall: self._reader.restart(stall) if self._reader else None,
+            tell=notes.write,
+            recovered=lambda stall, reason: notes.write(stall, reason, "recovered"),
+            leave=leave,
+        )
+        self._watchdog = Watchdog(
+            watched,
+            self.metrics,
+            self.health,
+            stall_after_s=settings.stall_after_s,
+            grace_s=min(settings.stall_after_s, settings.lease_ttl_s),
+        )
+        self._watchdog.start()
+        self._life.call(self._watchdog.stop)
+
+    def _give_up(self) -> None:
+        """Leave, so that others take over: this worker stands still."""
+        owned(self.stop(drain=False), "leave", self.health, keep=self._leaving)
 
     async def _check_partitions(self, api: JetStreamApi, bucket: Bucket, stream: StreamInfo) -> Sequence[Partition]:
         """Read the source once, so that what is wrong with it is said at the start."""
@@ -182,8 +228,11 @@ class Worker:
             partitions = [self._job.template.partition(dict.fromkeys(self._job.template.keys, "*"))]
         self._solo = Reader(ports, settings, bucket, each_subject=every, pointers=bucket)
         await self._solo.start(partitions)
-        keeper = MirrorKeeper(ports.api, bucket, settings, ports.stream.name, _only(worker_id), alone=worker_id)
-        self._life.run(keeper.run(), "mirror-keeping")
+        refusals = ports.metrics.refusals
+        keeper = MirrorKeeper(
+            ports.api, bucket, settings, ports.stream.name, _only(worker_id), refusals, alone=worker_id
+        )
+        self._life.run(keeper.run, "mirror-keeping")
 
     async def _join(self, ports: ReaderPorts, service: str) -> None:
         job = self._job
@@ -265,6 +314,8 @@ class Worker:
 
     async def _leave(self, drain: bool) -> bool:
         clean = True
+        if self._watchdog:
+            self._watchdog.stop()
         if self.manager:
             await self.manager.drain()
         if self._reader:

@@ -6,9 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-import structlog
-
+from parti.errors import DecodeError
 from parti.jetstream.kv import Entry, Write
 from parti.model.fleet import (
     Assignment,
@@ -21,8 +19,10 @@ from parti.model.fleet import (
     key_of,
     name_of,
 )
+from parti.telemetry.refusals import Refusals
 
-_log = structlog.get_logger("parti.assignments")
+_SKIPPED = 1000
+"""Versions that are left out after one that nobody can read: the worker may know a newer one than it has reported."""
 
 
 @dataclass(slots=True)
@@ -31,6 +31,10 @@ class _Known:
 
     revision: int = 0
     assignment: Assignment | None = None
+    floor: int = 0
+    """A version that the worker was told, when the record of it is unreadable."""
+    gap: int = 0
+    """Versions to leave out: the worker may have been told more than is known."""
 
 
 @dataclass(slots=True)
@@ -46,26 +50,41 @@ class _Wanted:
 class Assignments:
     """All assignments, as last read or written; they can be made anew from the claims at any time."""
 
-    def __init__(self, *, overlap: bool) -> None:
+    def __init__(self, *, overlap: bool, refusals: Refusals | None = None) -> None:
         """`overlap`: a worker may be told to get ready for what another one still handles."""
+        self._refusals = refusals
         self._overlap = overlap
         self._known: dict[str, _Known] = defaultdict(_Known)
 
     def load(self, entries: Mapping[str, Entry]) -> None:
         """Replace all that is known by what was read (`assignment.…` keys)."""
+        before = {worker: known.assignment for worker, known in self._known.items() if known.assignment}
         self._known.clear()
         for key, entry in entries.items():
             known = self._known[name_of(key)] = _Known(entry.revision)
             try:
                 known.assignment = decode(entry.value, Assignment) if entry.value else None
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                _log.error("an assignment is unreadable; it will be made anew", key=key, error=str(error))
+            except DecodeError as error:
+                told = before.get(name_of(key))
+                known.floor, known.gap = (told.version, 0) if told else (0, _SKIPPED)
+                if self._refusals:
+                    self._refusals.note(key, entry.revision, error, "it is written again by the claims")
 
     def next_version(self, worker: str, health: HealthRecord | None) -> int:
         """Above every version that the worker has been told, also if the record of it is gone."""
-        known = self._known[worker].assignment
+        known = self._known[worker]
         applied = max(health.applied, health.ready) if health else 0
-        return max(known.version if known else 0, applied) + 1
+        version = known.assignment.version if known.assignment else known.floor
+        return max(version, applied) + known.gap + 1
+
+    @property
+    def told(self) -> dict[str, Assignment]:
+        """What each worker was told last, as far as it can be read."""
+        return {worker: known.assignment for worker, known in self._known.items() if known.assignment}
+
+    def revision(self, worker: str) -> int:
+        """The newest revision of an assignment that was read or written; 0: there was none."""
+        return self._known[worker].revision if worker in self._known else 0
 
     def changed(
         self,

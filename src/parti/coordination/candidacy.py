@@ -19,6 +19,7 @@ from parti.coordination.worker_ids import Seat
 from parti.core.fleet_view import Policy
 from parti.model.fleet import ROLES, FleetRecord, Role
 from parti.strategies import learns_loads
+from parti.telemetry.tasks import retried
 
 
 class Candidacy:
@@ -46,7 +47,9 @@ class Candidacy:
 
     def runs(self) -> Iterator[Coroutine[Any, Any, None]]:
         """One run for each role; cancelled, it resigns."""
-        return (election.run() for election in self._elections.values())
+        # An election that meets something unforeseen is repeated: it is no reason to stop handling.
+        health = self._parts.health
+        return (retried(election.run, f"election-{role}", health) for role, election in self._elections.items())
 
     def hint(self, role: str) -> None:
         """Nobody seems to hold the role: look at it."""
@@ -67,9 +70,11 @@ class Candidacy:
             await monitor(self._plane, metrics)
         elif office.role == "cleanup":
             parts = self._parts
-            keeper = MirrorKeeper(parts.api, self._plane.bucket, parts.settings, parts.stream, self._plane.members)
+            keeper = MirrorKeeper(
+                parts.api, self._plane.bucket, parts.settings, parts.stream, self._plane.members, metrics.refusals
+            )
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(clean_up(self._plane, office, parts.stream, self._fleet.prefix))
+                tasks.create_task(clean_up(self._plane, office, parts.stream, self._fleet.prefix, metrics.refusals))
                 tasks.create_task(keeper.run())
         else:
             await self._rebalance(office)
@@ -120,4 +125,5 @@ class Candidacy:
             history=History(parts.api, bucket, parts.metrics.history_lost, replicas=s.replicas)
             if s.history
             else None,
+            health=parts.health,
         )

@@ -7,15 +7,15 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 import msgspec
-import structlog
 
 from parti.coordination.election import Office
 from parti.coordination.takeover import Estate
-from parti.errors import WrongRevision
+from parti.errors import DecodeError, WrongRevision
 from parti.jetstream.kv import Bucket, Entry, Write
-from parti.model.fleet import Claim, decode, encode, key_of, name_of
+from parti.model.fleet import Assignment, Claim, decode, encode, key_of, name_of
+from parti.telemetry.refusals import Refusals
 
-_log = structlog.get_logger("parti.claims")
+_REPAIRED_AT_ONCE = 800
 
 
 class PartitionClaimer(Protocol):
@@ -39,17 +39,27 @@ class ClaimStore:
     and only grow.
     """
 
-    def __init__(self, bucket: Bucket, office: Office, *, ttl_s: float) -> None:
+    def __init__(self, bucket: Bucket, office: Office, *, ttl_s: float, refusals: Refusals | None = None) -> None:
         self.claims: dict[str, Claim] = {}
+        self.recovered: dict[str, Claim] = {}
+        """Claims that are known, but not as they lie in the bucket: to be written again as they are here."""
+        self.unknown: set[str] = set()
+        """Partitions whose claim is unreadable and of which nobody was told: somebody may still be letting go."""
+        self._refusals = refusals
         self._bucket = bucket
         self._office = office
         self._ttl_s = ttl_s
         self._revisions: dict[str, int] = {}
         self._fence = office.term
 
-    def load(self, entries: Mapping[str, Entry]) -> None:
-        """Replace all that is known by what was read (`claims.…` keys)."""
-        self.claims, self._revisions = {}, {}
+    def load(self, entries: Mapping[str, Entry], assignments: Mapping[str, Assignment] | None = None) -> None:
+        """Replace all that is known by what was read (`claims.…` keys).
+
+        A claim that is unreadable, or gone, is made good from what is known of it: what this holder of the office has
+        read or written before, or what its owner was told. Only a partition that nobody was told of is without one.
+        """
+        before, told = self.claims, self._told(assignments or {})
+        self.claims, self._revisions, self.recovered, self.unknown = {}, {}, {}, set()
         for key, entry in entries.items():
             partition = name_of(key)
             self._revisions[partition] = entry.revision
@@ -57,9 +67,49 @@ class ClaimStore:
                 continue
             try:
                 self.claims[partition] = decode(entry.value, Claim)
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                _log.error("a claim is unreadable; it will be made anew", partition=partition, error=str(error))
+            except DecodeError as error:
+                if self._refusals:
+                    then = "it is written again by what else is known of it"
+                    self._refusals.note(key, entry.revision, error, then)
+                self.unknown.add(partition)
+        self.recovered = {p: claim for p, claim in {**told, **before}.items() if p not in self.claims}
+        self.claims |= self.recovered
+        self.unknown -= self.recovered.keys()
         self._fence = max([self._fence, *(claim.fence_token for claim in self.claims.values())])
+
+    def _told(self, assignments: Mapping[str, Assignment]) -> dict[str, Claim]:
+        """The claims that assignments were made from, as far as they tell; of two the newer one."""
+        claims: dict[str, Claim] = {}
+        for worker, assignment in assignments.items():
+            for partition, grant in assignment.partitions.items():
+                if partition in claims and claims[partition].fence_token > grant.fence_token:
+                    continue
+                claims[partition] = Claim(
+                    owner=worker,
+                    incarnation=assignment.incarnation,
+                    fence_token=grant.fence_token,
+                    claimed_at=datetime.now(UTC),
+                    ttl_seconds=self._ttl_s,
+                    position=grant.position,
+                    stream_created=assignment.stream_created,
+                    careful_to=grant.careful_to,
+                    suspect=grant.suspect,
+                    deaths=grant.deaths,
+                    term=self._office.term,
+                    reason="its claim was unreadable",
+                )
+        return claims
+
+    def revision(self, partition: str) -> int:
+        """The newest revision of a claim that was read or written; 0: there was none."""
+        return self._revisions.get(partition, 0)
+
+    async def repair(self) -> None:
+        """Write the claims again that are known, but unreadable in the bucket."""
+        recovered = list(self.recovered.items())
+        for begin in range(0, len(recovered), _REPAIRED_AT_ONCE):
+            await self.write(dict(recovered[begin : begin + _REPAIRED_AT_ONCE]))
+        self.recovered = {}
 
     @property
     def newest_fence(self) -> int:
@@ -141,7 +191,11 @@ class ClaimStore:
     async def _read(self, partition: str) -> None:
         entry = await self._bucket.get(key_of("claims", partition))
         self._revisions[partition] = entry.revision if entry else 0
-        if entry and entry.value:
-            self.claims[partition] = decode(entry.value, Claim)
-        else:
+        if entry is None or not entry.value:
             self.claims.pop(partition, None)
+            return
+        try:
+            self.claims[partition] = decode(entry.value, Claim)
+        except DecodeError as error:
+            if self._refusals:
+                self._refusals.note(key_of("claims", partition), entry.revision, error, "the last known one stands")

@@ -5,7 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from parti.errors import ConfigError, ControlPlaneReset, NotFound, PartiError, RequestTimeout, WrongRevision
+from parti.coordination.repairs import repair_of
+from parti.errors import (
+    ConfigError,
+    ControlPlaneReset,
+    DecodeError,
+    NotFound,
+    PartiError,
+    RequestTimeout,
+    WrongRevision,
+)
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket, Entry
@@ -74,9 +83,18 @@ async def agree(bucket: Bucket, ours: FleetRecord) -> FleetRecord:
         try:
             entry = await bucket.get("fleet")
             if entry and entry.value:
+                found = decode(entry.value, FleetRecord)
                 break
             await bucket.put("fleet", encode(ours), revision=entry.revision if entry else 0)
         except WrongRevision:
+            continue
+        except DecodeError as error:
+            # The rebalancer of a running fleet writes it again.
+            if loop.time() >= deadline_s:
+                raise ConfigError(
+                    f"the key 'fleet' of bucket {bucket.name!r} cannot be read ({error}): {repair_of('fleet')}"
+                ) from None
+            await asyncio.sleep(_LISTEN_AGAIN_S)
             continue
         except (NotFound, RequestTimeout) as error:
             # Whatever came of it, the next look tells.
@@ -87,13 +105,15 @@ async def agree(bucket: Bucket, ours: FleetRecord) -> FleetRecord:
             await asyncio.sleep(_LISTEN_AGAIN_S)
             continue
         return ours
-    found = decode(entry.value, FleetRecord)
     for what in ("stream", "template", "prefix"):
         theirs, mine = getattr(found, what), getattr(ours, what)
         if theirs != mine:
+            # Earlier versions had the prefix 'parti' whatever the bucket: such a fleet is to go on.
+            join = f"set PARTI_PREFIX={theirs} to be part of that fleet, or " if what == "prefix" else ""
             raise ConfigError(
                 f"bucket {bucket.name!r} belongs to a fleet with {what} {theirs!r}, but this worker has {mine!r}; "
-                f"give each fleet a bucket of its own (PARTI_BUCKET), or delete this one if that fleet is no more"
+                f"{join}give each fleet a bucket of its own (PARTI_BUCKET), or delete this one if that fleet is no "
+                f"more"
             )
     return found
 

@@ -13,9 +13,19 @@ import structlog
 from parti.coordination.lease import Lease, clock
 from parti.core.fleet_view import Decision
 from parti.core.lease import LeaseTerms
-from parti.errors import ControlPlaneReset, LeaseLost, PartiError, PermissionDenied
+from parti.errors import (
+    ConnectionFailed,
+    ControlPlaneReset,
+    DecodeError,
+    LeaseLost,
+    NoResponders,
+    PartiError,
+    PermissionDenied,
+    RequestTimeout,
+)
 from parti.jetstream.kv import Bucket, Entry, Write
 from parti.model.fleet import LeaderRecord, Role, decode, encode, key_of
+from parti.telemetry.tasks import beside, death_of, is_only
 
 _log = structlog.get_logger("parti.election")
 
@@ -146,22 +156,23 @@ class Election:
         return found is None or found.token == self._token
 
     async def _hold(self, office: Office) -> None:
-        serving = asyncio.ensure_future(self._serve(office))
-        keeping = asyncio.ensure_future(self._keep(office))
-        both = {serving, keeping}
-        try:
+        # Only what is foreseen to end it is told below: the rest is reported with its traceback.
+        async with beside(self._work(office), self._keep(office), name=f"role-{self.role}") as both:
+            serving = both[0]
             while office.lease.held and not any(task.done() for task in both):
                 # Not a moment longer than the lease, even if the answer to a renewal is still awaited.
                 left_s = office.lease.ends_at_s - clock()
                 await asyncio.wait(both, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
-        error = serving.exception() if not serving.cancelled() else None
-        if error and not isinstance(error, LeaseLost):
-            _log.error("the work of a role failed; it is given up", role=self.role, error=repr(error))
+        error = death_of(serving)
+        if error and not is_only(error, LeaseLost):
+            # An outage is foreseen, and told by the connection; what nobody has foreseen is reported already.
+            outage = is_only(error, (ConnectionFailed, RequestTimeout, NoResponders))
+            tell = _log.error if is_only(error, PartiError) and not outage else _log.warning
+            tell("the work of a role failed; it is given up", role=self.role, error=repr(error))
             await asyncio.sleep(1.0)
+
+    async def _work(self, office: Office) -> None:
+        await self._serve(office)
 
     async def _keep(self, office: Office) -> None:
         """Renew the lease again and again; returns when it is lost."""
@@ -180,5 +191,5 @@ class Election:
 def _decoded(value: bytes) -> LeaderRecord | None:
     try:
         return decode(value, LeaderRecord)
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except DecodeError:
         return None

@@ -15,7 +15,7 @@ from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Office
 from parti.coordination.lease import clock
 from parti.coordination.membership import Membership
-from parti.core.consumer_config import consumer_name, owner_of, shard_number
+from parti.core.consumer_config import consumer_name, is_foreign, owner_of, shard_number
 from parti.errors import NotFound, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, Entry, Write
 from parti.model.fleet import key_of
@@ -97,7 +97,8 @@ class Evictions:
             for name in [n for n in names if n == first or shard_number(n, first)]:
                 try:
                     # By its name alone, a shard of one worker may be the first consumer of another.
-                    if owner_of((await api.consumer_info(self._stream, name)).config, self._prefix)[0] == owner:
+                    config = (await api.consumer_info(self._stream, name)).config
+                    if owner_of(config, self._prefix)[0] == owner and not is_foreign(config, self._plane.bucket.name):
                         await api.delete_consumer(self._stream, name)
                         _log.info("removed the consumer of a worker that is not there", worker=owner)
                 except NotFound:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+import msgspec
 import structlog
 
 from parti.coordination.control_plane import ControlPlane
@@ -21,6 +22,7 @@ from parti.coordination.worker_ids import Seat
 from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
 from parti.jetstream.system_events import client_ref
 from parti.model.fleet import HealthRecord, encode, key_of
+from parti.telemetry.tasks import report_death
 
 _log = structlog.get_logger("parti.manager")
 
@@ -51,6 +53,8 @@ class Heartbeat:
         self._renew_now = False
         self._revision = 0
         """Of the health record, as last written or read."""
+        self._trouble = ""
+        """Why the last report could not be written."""
 
     def begin(self) -> None:
         """A worker id is held from now on; nothing is known of what its last holder wrote."""
@@ -80,16 +84,7 @@ class Heartbeat:
     async def beat(self, seat: Seat) -> bool:
         """One heartbeat; False when the control plane did not take it. Raises `LeaseLost`."""
         seat.describe(client=client_ref(self._parts.connection))
-        record = HealthRecord(
-            incarnation=seat.incarnation,
-            applied=self._duty.settled_version,
-            busy=self._duty.busy,
-            ready=self._duty.ready_version,
-            state=self._standing.state.value,
-            problems=tuple(self._parts.health.reasons.values())[:5],
-            at=datetime.now(UTC),
-            **self._reading.report(),
-        )
+        value = self._report(seat)
         key = key_of("health", seat.worker_id)
         try:
             # Two writes, not one batch: small batches take the server some twenty times as long. A report that others
@@ -97,7 +92,7 @@ class Heartbeat:
             if self._renew_now or clock() >= seat.lease.renew_at_s:
                 self._renew_now = False
                 await seat.renew()
-            self._revision = await seat.bucket.put(key, encode(record), revision=self._revision)
+            self._revision = await seat.bucket.put(key, value, revision=self._revision)
         except WrongRevision:
             return await self._reread(seat, key)
         except (LeaseLost, ControlPlaneReset):
@@ -107,6 +102,33 @@ class Heartbeat:
             return False
         self._beaten()
         return True
+
+    def _report(self, seat: Seat) -> bytes:
+        """What a beat says. Should the reading side fail to tell, or what it tells fail to be written, it says that.
+
+        The lease has to be renewed all the same, and the fleet has to see that something is wrong here.
+        """
+        applied = HealthRecord(
+            incarnation=seat.incarnation,
+            applied=self._duty.settled_version,
+            busy=self._duty.busy,
+            ready=self._duty.ready_version,
+            refused=tuple(self._duty.refused),
+            state=self._standing.state.value,
+            at=datetime.now(UTC),
+        )
+        try:
+            problems = tuple(self._parts.health.reasons.values())[:5]
+            value = encode(msgspec.structs.replace(applied, problems=problems, **self._reading.report()))
+            self._trouble = ""
+            return value
+        except Exception as error:
+            if self._trouble != repr(error):
+                self._trouble = repr(error)
+                what = "could not tell how this worker is, and says that instead"
+                report_death("heartbeat", error, self._parts.health, what, signals=False)
+            said = f"the report of this worker cannot be written: {error!r}".encode("ascii", "backslashreplace")
+            return encode(msgspec.structs.replace(applied, problems=(said.decode(),)))
 
     async def _reread(self, seat: Seat, key: str) -> bool:
         """Our own write whose answer got lost, or that of the last holder of the id: the next one goes on from it."""

@@ -11,10 +11,9 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
 import structlog
 
-from parti.errors import ApiError, ConfigError, NoResponders, NotFound, PartiError, PermissionDenied
+from parti.errors import ApiError, ConfigError, DecodeError, NoResponders, NotFound, PartiError, PermissionDenied
 from parti.jetstream.api import JetStreamApi
 from parti.model.fleet import decode, encode
 from parti.model.history import (
@@ -104,6 +103,10 @@ class History:
                     self._waiting.extendleft(reversed(chunk))
                     return False
                 self._lost.inc(len(chunk))
+            except Exception:
+                self._lost.inc(len(chunk))
+                self._news.set()  # whoever begins this again goes on with the next ones
+                raise
             else:
                 self._failures, self._trouble = 0, ""
         return True
@@ -183,7 +186,7 @@ async def read_history(api: JetStreamApi, bucket: str, partition: str) -> list[H
             seq = found.seq + 1
             try:
                 records.append(decode(found.data, HistoryRecord))
-            except (msgspec.ValidationError, msgspec.DecodeError):
+            except DecodeError:
                 continue  # of another version
     except NotFound:
         return None

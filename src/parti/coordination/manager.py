@@ -14,7 +14,8 @@ side tells it what has been applied.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -31,14 +32,16 @@ from parti.coordination.standing import Standing
 from parti.coordination.worker_ids import Seat
 from parti.core.fleet_view import FleetState
 from parti.core.lease import NEVER_S
-from parti.errors import ControlPlaneReset, LeaseLost, PartiError, SteppedDown
+from parti.errors import ControlPlaneReset, DecodeError, LeaseLost, PartiError, SteppedDown
 from parti.jetstream.connection import ConnectionState
 from parti.jetstream.kv import Entry
 from parti.jetstream.watch import Watch
 from parti.model.fleet import Assignment, LeaderRecord, decode, key_of
 from parti.model.partition import Partition
+from parti.telemetry.tasks import Supervised, beside, death_of, supervise
 
 _log = structlog.get_logger("parti.manager")
+_T = TypeVar("_T", bound=msgspec.Struct)
 _RETRY_S = 0.5
 _SUCCESSOR_TTLS = 3
 """For how long, in lengths of a lease, an id waits for somebody who stands by."""
@@ -83,7 +86,7 @@ class Manager:
         self._stopping = False
         self._successor = asyncio.Event()
         self._candidacy: Candidacy | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._running: Supervised | None = None
 
     # ── what others may know ──────────────────────────────────────────────────────────────────────────────────
 
@@ -129,7 +132,7 @@ class Manager:
             await self._seating.open()
         else:
             await self._sit_down()
-        self._running = asyncio.create_task(self._run())
+        self._running = supervise(self._run, "manager", self._parts.health)
 
     async def wait_assigned(self) -> None:
         """Return once the first assignment has been applied."""
@@ -158,6 +161,7 @@ class Manager:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         await self._seating.end()
+        self._duty.close()
         seat, left = self._seat, True
         if seat:
             self._seat = None
@@ -240,9 +244,10 @@ class Manager:
                 await self._stand_up(error)
                 await asyncio.sleep(_RETRY_S)
             except Exception as error:
-                _log.exception("a mistake in parti or in a hook; starting over")
+                # A mistake in parti. It is told and this begins again, later each time: with a mistake that stays,
+                # the lease ends and others get the partitions.
                 await self._stand_up(error)
-                await asyncio.sleep(_RETRY_S)
+                raise
 
     async def _give_away(self) -> None:
         """What ran is finished and stored: whoever stands by may have the id."""
@@ -292,7 +297,7 @@ class Manager:
 
     async def _attend(self, seat: Seat, plane: ControlPlane) -> None:
         """Watch, heartbeat, apply and stand for election until the seat is lost."""
-        reset = asyncio.get_running_loop().create_future()
+        reset: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_reset(created: str) -> None:
             # Another bucket, or the same one restored from an older copy.
@@ -308,48 +313,45 @@ class Manager:
             ("leader.*", key_of("assignment", seat.worker_id)),
             self._on_entry,
             on_reset=on_reset,
+            health=self._parts.health,
         )
         assert self._seating.fleet
         if self._settings.may_lead:
             self._candidacy = Candidacy(self._parts, plane, seat, self._seating.fleet, self._memory)
-        tasks: list[asyncio.Future[Any]] = [
-            reset,
-            asyncio.ensure_future(watch.start()),
-            asyncio.ensure_future(self._heartbeat.keep(seat, plane)),
-            asyncio.ensure_future(self._hand_over()),
-            *(asyncio.ensure_future(each) for each in self._duty.runs()),
-            *(asyncio.ensure_future(each) for each in (self._candidacy.runs() if self._candidacy else ())),
-        ]
-        watching = tasks[1]
+        runs = [watch.start(), self._heartbeat.keep(seat, plane), self._hand_over(), *self._duty.runs()]
+        if self._candidacy:
+            runs += self._candidacy.runs()
         try:
-            pending: set[asyncio.Future[Any]] = set(tasks)
-            while True:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                if done == {watching}:
-                    continue
-                raise LeaseLost("a part of the manager ended by itself")
+            async with beside(*runs, name="manager") as tasks:
+                await _until_one_ends(reset, tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            reset.cancel()
             self._candidacy = None
             await watch.stop()
 
     def _on_entry(self, key: str, entry: Entry) -> None:
         kind, _, name = key.partition(".")
         if kind == "assignment":
-            offered = _decoded(entry, Assignment)
+            offered = self._decoded(key, entry, Assignment, "the last assignment stands")
             if offered and self._seat and offered.incarnation == self._seat.incarnation:
                 self._memory.knows(offered.term, *(grant.fence_token for grant in offered.partitions.values()))
                 self._duty.offer(offered)
             return
+        leader = self._decoded(key, entry, LeaderRecord, "the role is taken over")
         if name == "rebalancer":
-            self._leader = _decoded(entry, LeaderRecord)
+            self._leader = leader
             self._follow_leader()
-        if not entry.value and self._candidacy:
+        if leader is None and self._candidacy:
             self._candidacy.hint(name)
+
+    def _decoded(self, key: str, entry: Entry, kind: type[_T], then: str) -> _T | None:
+        if not entry.value:
+            return None
+        try:
+            return decode(entry.value, kind)
+        except DecodeError as error:
+            self._parts.metrics.refusals.note(key, entry.revision, error, then)
+            return None
 
     def _on_connection(self, state: ConnectionState, reason: str) -> None:
         self._heartbeat.renew_next()
@@ -392,6 +394,8 @@ class Manager:
         if self._leader is None:
             needed = "" if self._settings.may_lead else ", and this worker may not be it (may_lead=false)"
             self._standing.set(FleetState.ELECTION, f"there is no rebalancer{needed}")
+        elif self._duty.trouble:
+            self._standing.set(FleetState.DEGRADED, self._duty.trouble)
         elif not self._duty.began_under(self._seat.incarnation):
             self._standing.set(FleetState.WAITING, "has no assignment yet")
         else:
@@ -400,11 +404,18 @@ class Manager:
             self._standing.set(state, self._leader.reason)
 
 
-def _decoded(entry: Entry, kind: type[Any]) -> Any:
-    if not entry.value:
-        return None
-    try:
-        return decode(entry.value, kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        _log.error("a record is unreadable and ignored", kind=kind.__name__, error=str(error))
-        return None
+async def _until_one_ends(reset: asyncio.Future[None], tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for the first part of the manager to end, and raise why; the first of them starts the watch, and may."""
+    watching, pending = tasks[0], {reset, *tasks}
+    while True:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            error = death_of(task)
+            if isinstance(error, Exception):
+                raise error
+            if error is not None:
+                raise RuntimeError(
+                    f"a part of the manager, {task!r}, ended with something that it awaited"
+                ) from error
+        if done != {watching}:
+            raise LeaseLost("a part of the manager ended by itself")

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
 import structlog
 
 from parti.coordination.lease import clock
 from parti.core.fleet_view import MemberView
-from parti.errors import PartiError
+from parti.errors import DecodeError, PartiError
 from parti.jetstream.kv import Bucket, Entry
 from parti.model.fleet import MemberRecord, decode, key_of, name_of
+from parti.telemetry.refusals import Refusals
 
 _log = structlog.get_logger("parti.membership")
 
@@ -38,13 +38,21 @@ class Membership:
     it may still be working.
     """
 
-    def __init__(self, bucket: Bucket, on_event: Callable[[MemberEvent], None] = lambda event: None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        on_event: Callable[[MemberEvent], None] = lambda event: None,
+        refusals: Refusals | None = None,
+    ) -> None:
         self.members: dict[str, MemberRecord] = {}
         self.left: set[str] = set()
         """Workers that are gone and said so."""
         self.suspected: dict[str, str] = {}
         """Workers whose connection broke, and which one that was."""
         self._bucket = bucket
+        self._refusals = refusals
+        self._refused_s: dict[str, float] = {}
+        """Workers whose newest record cannot be read, and since when."""
         self._on_event = on_event
         self._seen_s: dict[str, float] = {}
         self._revisions: dict[str, int] = {}
@@ -56,12 +64,17 @@ class Membership:
             return False
         self._revisions[worker] = entry.revision
         if not entry.value:
+            self._refused_s.pop(worker, None)
             return self._gone(worker)
         try:
             record = decode(entry.value, MemberRecord)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            _log.error("a member's record is unreadable and ignored", key=key, error=str(error))
+        except DecodeError as error:
+            # Its holder cannot renew it any more, and stops when its lease has ended: until then it counts.
+            self._refused_s[worker] = clock()
+            if self._refusals:
+                self._refusals.note(key, entry.revision, error, "that worker counts until its lease is over")
             return False
+        self._refused_s.pop(worker, None)
         return self._here(worker, record)
 
     def _here(self, worker: str, record: MemberRecord) -> bool:
@@ -121,9 +134,18 @@ class Membership:
                 entry = await self._bucket.get(key_of("ids", worker))
             except PartiError:
                 break
+            if worker in self._refused_s and entry and entry.revision == self._revisions.get(worker):
+                del self._refused_s[worker]
+                changed |= self._gone(worker)
+                continue
             self._seen_s[worker] = clock()
             changed |= self.entry(key_of("ids", worker), entry or Entry(b"", 0))
         return changed
+
+    def in_doubt(self, worker: str, ttl_s: float) -> bool:
+        """Whether nobody can tell if a worker is there: its record became unreadable less than a lease ago."""
+        since_s = self._refused_s.get(worker)
+        return worker not in self.members and since_s is not None and clock() - since_s <= ttl_s + _LATE_S
 
     def view(self) -> dict[str, MemberView]:
         """The members as the planner sees them; one that says impossible things counts as nothing special."""

@@ -21,10 +21,19 @@ from parti.coordination.orders import KEY as ORDERS
 from parti.coordination.orders import orders_in
 from parti.core.lease import LeaseTerms
 from parti.core.progress import Progress, decode_progress, encode_progress
-from parti.errors import ConfigError, LeaseLost, PartiError, RequestTimeout, WrongRevision
+from parti.errors import ConfigError, DecodeError, LeaseLost, PartiError, RequestTimeout, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, MAX_BATCH, Entry, Write
 from parti.model.fleet import Claim, Orders, decode, encode, key_of
-from parti.model.migration import OLD_CONSUMERS, Action, MigrationRecord, OldConsumer, Phase, PhaseNote
+from parti.model.migration import (
+    OLD_CONSUMERS,
+    Action,
+    MigrationRecord,
+    MigratorLease,
+    OldConsumer,
+    Phase,
+    PhaseNote,
+)
+from parti.telemetry.tasks import bound_to, owned
 
 KEY = "migration"
 LEASE = "migrator"
@@ -35,11 +44,6 @@ _NOTES = 100
 _TRIES = 100
 _SILENCES = 3
 _LOST = "another 'parti migrate' has taken over, or the server was away for too long; run this again"
-
-
-class _Holder(msgspec.Struct, frozen=True, kw_only=True):
-    token: str
-    by: str
 
 
 class MigrationDesk:
@@ -64,9 +68,10 @@ class MigrationDesk:
             self.old = {
                 old.partition: old for e in entries.values() if e.value for old in [decode(e.value, OldConsumer)]
             }
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        except DecodeError as error:
             raise ConfigError(
-                f"the records of the migration cannot be read ({error}); use the version of parti that wrote them"
+                f"the records of the migration cannot be read ({error}); use the version of parti that wrote them, "
+                f"or let 'parti doctor' name the key"
             ) from None
         self._revisions = {key: found.revision for key, found in entries.items()}
         self._revisions[KEY] = entry.revision if entry else 0
@@ -88,37 +93,24 @@ class MigrationDesk:
         `LeaseLost` is raised.
         """
         lease = self._lease = await self._take(wait_s)
-        keeping = asyncio.ensure_future(self._keep(lease))
-        task = asyncio.current_task()
-        assert task
-        lost = over = False
-
-        def on_end(ended: asyncio.Future[None]) -> None:
-            nonlocal lost
-            if not ended.cancelled() and not over:
-                lost = True
-                task.cancel()
-
-        keeping.add_done_callback(on_end)
+        keeping = owned(self._keep(lease), "migration-lease", signals=False)
         try:
-            await self.load()
-            yield
-        except asyncio.CancelledError:
-            if lost and task.uncancel() <= 0:
-                raise LeaseLost(_LOST) from None
-            raise
+            async with bound_to(keeping, LeaseLost(_LOST)):
+                await self.load()
+                yield
         finally:
-            over = True  # what was written was written under the lease: that it is lost now is no matter
-            keeping.cancel()
+            keeping.cancel()  # what was written was written under the lease: that it ends now is no matter
             await asyncio.gather(keeping, return_exceptions=True)
             await asyncio.shield(lease.release())
             self._lease = None
 
     async def _take(self, wait_s: float) -> Lease:
         bucket, until_s = self._plane.bucket, clock() + wait_s
+        # Nobody can renew what nobody can read.
+        unreadable_until_s = clock() + min(_TTL_S, wait_s)
         while True:
             entry = await bucket.get(LEASE)
-            if entry is None or not entry.value:
+            if entry is None or not entry.value or (not _is_lease(entry) and clock() >= unreadable_until_s):
                 lease = Lease(bucket, LEASE, LeaseTerms(_TTL_S, _RENEW_SHARE), self._is_ours)
                 try:
                     await lease.acquire(entry, lambda _: self._value)
@@ -131,7 +123,7 @@ class MigrationDesk:
 
     @property
     def _value(self) -> bytes:
-        return encode(_Holder(token=self._token, by=self._by))
+        return encode(MigratorLease(token=self._token, by=self._by))
 
     def _is_ours(self, value: bytes) -> bool:
         return value == self._value
@@ -227,7 +219,7 @@ class MigrationDesk:
         """
         keys = {key_of("claims", partition): partition for partition in partitions}
         entries = await self._plane.read(*keys) if keys else {}
-        owned = {key for key, entry in entries.items() if entry.value and decode(entry.value, Claim).state != "free"}
+        owned = {key for key, entry in entries.items() if entry.value and not _is_free(entry)}
         writes = [_again(key, entries.get(key)) for key in keys if key not in owned]
         given = [keys[key] for key in owned]
         for begin in range(0, len(writes), MAX_BATCH - 1):
@@ -265,10 +257,26 @@ def _again(key: str, entry: Entry | None) -> Write:
     return Write(key, b"", revision, MARKER_TTL_S, deletes=True)
 
 
+def _is_free(entry: Entry) -> bool:
+    """Whether a claim says that nobody has the partition; one that cannot be read does not say so."""
+    try:
+        return decode(entry.value, Claim).state == "free"
+    except DecodeError:
+        return False
+
+
+def _is_lease(entry: Entry) -> bool:
+    try:
+        decode(entry.value, MigratorLease)
+    except DecodeError:
+        return False
+    return True
+
+
 def _holder(entry: Entry) -> str:
     try:
-        return decode(entry.value, _Holder).by
-    except (msgspec.ValidationError, msgspec.DecodeError):
+        return decode(entry.value, MigratorLease).by
+    except DecodeError:
         return "somebody"
 
 
@@ -276,5 +284,9 @@ def _progress(entry: Entry | None, record: MigrationRecord) -> Progress:
     fresh = Progress(stream=record.stream, stream_created=record.stream_created)
     if entry is None or not entry.value:
         return fresh
-    known = decode_progress(entry.value)
+    try:
+        known = decode_progress(entry.value)
+    except DecodeError as error:
+        key = key_of("progress", OLD_CONSUMERS)
+        raise ConfigError(f"the key {key!r} cannot be read ({error}); restore it from a backup") from None
     return known if (known.stream, known.stream_created) == (fresh.stream, fresh.stream_created) else fresh

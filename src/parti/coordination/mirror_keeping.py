@@ -16,11 +16,12 @@ import structlog
 from parti.config import Settings
 from parti.core.hot_mirror import OFF, Bounds, Keeper, MirrorState, Readers, Upkeep, mirror_config, mirror_name
 from parti.core.progress import decode_progress
-from parti.errors import ApiError, PartiError
+from parti.errors import DecodeError, PartiError
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.kv import Bucket
 from parti.jetstream.mirror import Mirror
 from parti.model.fleet import MirrorRecord, decode, encode, key_of
+from parti.telemetry.refusals import Refusals
 
 _log = structlog.get_logger("parti.mirror")
 
@@ -39,6 +40,7 @@ class MirrorKeeper:
         settings: Settings,
         stream: str,
         workers: Callable[[], Awaitable[Iterable[str]]],
+        refusals: Refusals,
         *,
         alone: str = "",
     ) -> None:
@@ -49,6 +51,7 @@ class MirrorKeeper:
         self._bounds = Bounds(settings.hot_mirror_max_bytes, settings.hot_mirror_max_age_s)
         self._bucket = bucket
         self._workers = workers
+        self._refusals = refusals
         self._keeper = Keeper(self._bounds)
 
     async def run(self) -> None:
@@ -125,13 +128,15 @@ class MirrorKeeper:
         """What workers have stored that have positions in this stream: the lowest that each may have to be given."""
         needs = []
         for worker in await self._workers():
-            entry = await self._bucket.get(key_of("progress", worker))
+            entry_key = key_of("progress", worker)
+            entry = await self._bucket.get(entry_key)
             if entry is None or not entry.value:
                 continue  # it has not stored a need, so it does not read from the mirror
             try:
                 progress = decode_progress(entry.value)
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                raise ApiError(0, f"the positions of {worker} are unreadable: {error}") from None
+            except DecodeError as error:
+                self._refusals.note(entry_key, entry.revision, error, "the hot mirror is not trimmed meanwhile")
+                raise
             if progress.stream_created == state.origin_created:
                 needs.append(progress.need)
         return needs
@@ -140,17 +145,18 @@ class MirrorKeeper:
         self, state: MirrorState, *, trim: int = 0, room: int = 0, remaking: bool = False
     ) -> MirrorRecord:
         """Write down what is going to happen; marks never go back."""
-        entry, before = await self._bucket.get(KEY), None
+        entry, before, spoilt = await self._bucket.get(KEY), None, False
         if entry and entry.value:
             try:
                 before = decode(entry.value, MirrorRecord)
-            except (msgspec.ValidationError, msgspec.DecodeError):
-                before = None
+            except DecodeError as error:
+                spoilt = True
+                self._refusals.note(KEY, entry.revision, error, "it is written again")
         if before is None or before.stream_created != state.origin_created:
             before = MirrorRecord(stream_created=state.origin_created, trim=0)
         record = msgspec.structs.replace(
             before, trim=max(before.trim, trim), room=max(before.room, room), remaking=remaking
         )
-        if record != before:
+        if record != before or spoilt:
             await self._bucket.put(KEY, encode(record), revision=entry.revision if entry else 0)
         return record

@@ -71,6 +71,9 @@ class Moves:
             )
         if isinstance(command, Free):
             assert estates
+            owner = self._membership.members.get(claim.owner)
+            # What an owner that died has left behind is kept for the next one.
+            estate = estates.of(partition, planned=owner is not None and owner.incarnation == claim.incarnation)
             return self._claims.changed(
                 partition,
                 owner="",
@@ -78,8 +81,11 @@ class Moves:
                 home="",
                 state="free",
                 awaits=0,
-                position=estates.position(partition),
-                stream_created=estates.stream_created,
+                position=estate.position,
+                stream_created=estate.stream_created,
+                careful_to=estate.careful_to,
+                suspect=estate.suspect,
+                deaths=estate.deaths,
                 reason=command.reason,
                 cause=command.cause,
             )

@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.records import KEYS, Records
+from parti.coordination.repairs import repair_of
 from parti.core.fleet_view import FleetState
-from parti.errors import ConfigError, PartiError, RequestTimeout, WrongRevision
+from parti.errors import ConfigError, DecodeError, PartiError, RequestTimeout, WrongRevision
 from parti.jetstream.kv import Bucket, Entry
 from parti.jetstream.watch import Watch
 from parti.model.fleet import Claim, FleetRecord, Orders, decode, encode
@@ -46,17 +45,19 @@ class Situation:
         return situation
 
     def take(self, key: str, entry: Entry) -> None:
-        """Take in one key as it is now; orders that cannot be read count as unreadable records do."""
+        """Take in one key as it is now; orders that cannot be read leave the last ones standing."""
         if key not in {KEY, _FLEET}:
             self.records.take(key, entry)
             return
+        self.records.unreadable.pop(key, None)
         try:
             if key == KEY:
-                self.orders, self.revision = orders_in(entry), entry.revision
+                self.orders = decode(entry.value, Orders) if entry.value else Orders()
+                self.revision = entry.revision
             else:
                 self.fleet = decode(entry.value, FleetRecord) if entry.value else None
-        except (ConfigError, msgspec.ValidationError, msgspec.DecodeError):
-            self.records.unreadable += 1
+        except DecodeError as error:
+            self.records.refuse(key, entry.revision, error)
 
 
 async def read_situation(plane: ControlPlane) -> Situation:
@@ -114,15 +115,14 @@ async def change_orders(bucket: Bucket, change: Callable[[Orders], Orders]) -> C
 
 
 def orders_in(entry: Entry) -> Orders:
-    """The orders that an entry holds; raises `ConfigError` when they are of another version."""
+    """The orders that an entry holds; raises `ConfigError` when they are unreadable."""
     if not entry.value:
         return Orders()
     try:
         return decode(entry.value, Orders)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except DecodeError as error:
         raise ConfigError(
-            f"the key {KEY!r} cannot be read ({error}); use the version of parti that wrote it, or delete the key "
-            f"to take all orders back"
+            f"the key {KEY!r} cannot be read ({error}); nothing was changed: {repair_of(KEY)}"
         ) from None
 
 

@@ -22,14 +22,15 @@ from parti.coordination.lease import clock
 from parti.coordination.membership import Membership
 from parti.coordination.moves import Moves
 from parti.coordination.sources import SourceReader
+from parti.coordination.standing_orders import StandingOrders
 from parti.coordination.takeover import Estates, Takeovers
 from parti.core.fleet_view import BeginMove, Command, Decision, FleetState, FleetView, Free, Give, Policy
 from parti.core.history import changes
 from parti.core.loads import LoadBook
 from parti.core.planner import Planner
-from parti.core.retention import INTEREST, Retention
-from parti.errors import ControlPlaneReset, LeaseLost, PartiError, WrongRevision
-from parti.jetstream.kv import MAX_BATCH, Entry
+from parti.core.retention import Retention
+from parti.errors import ControlPlaneReset, DecodeError, LeaseLost, PartiError, WrongRevision
+from parti.jetstream.kv import MAX_BATCH, Entry, Write
 from parti.jetstream.system_events import SystemEvents
 from parti.jetstream.watch import Watch
 from parti.model.fleet import (
@@ -38,14 +39,16 @@ from parti.model.fleet import (
     FleetRecord,
     HealthRecord,
     LoadRecord,
-    Orders,
     decode,
+    encode,
     key_of,
     name_of,
 )
 from parti.model.partition import Partition, Template
 from parti.strategies.interface import Strategy, learns_loads
+from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import beside, death_of, supervise
 
 _log = structlog.get_logger("parti.rebalancer")
 
@@ -54,6 +57,8 @@ _BATCH = 800
 _COALESCE_S = 0.05
 _LOOK_AGAIN_S = 1.0
 _RETRY_S = 0.5
+_WATCHED = ("ids.>", "health.>", "orders", "fleet", "claims.>", "assignment.>")
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class RebalancerParts:
     """Whether this worker's own lease had ended a moment ago, as everybody's does when the control plane is away."""
     history: History | None = None
     """Where changes of owners are recorded, if they are."""
+    health: Health | None = None
+    """Of the worker that is the rebalancer."""
 
 
 class Rebalancer:
@@ -88,12 +95,12 @@ class Rebalancer:
         self._plane = parts.plane
         self._office = office
         overlap = parts.policy.overlap
-        self._claims = ClaimStore(parts.plane.bucket, office, ttl_s=parts.ttl_s)
-        self._membership = Membership(parts.plane.bucket)
-        self._assignments = Assignments(overlap=overlap)
-        self._takeovers = Takeovers(parts.plane, parts.stream, parts.template, parts.fleet)
-        self._orders = Orders()
-        self._orders_revision = 0
+        refusals = self._refusals = parts.metrics.refusals
+        self._claims = ClaimStore(parts.plane.bucket, office, ttl_s=parts.ttl_s, refusals=refusals)
+        self._membership = Membership(parts.plane.bucket, refusals=refusals)
+        self._assignments = Assignments(overlap=overlap, refusals=refusals)
+        self._takeovers = Takeovers(parts.plane, parts.stream, parts.template, parts.fleet, refusals)
+        self._orders = StandingOrders(parts.retention, refusals)
         self._health: dict[str, HealthRecord] = {}
         self._moves = Moves(
             self._claims, self._assignments, self._membership, self._health, parts.metrics, overlap=overlap
@@ -114,6 +121,8 @@ class Rebalancer:
         self._flock = False
         """Somebody joined or left: others may follow."""
         self._writing: Sequence[str] = ()
+        self._spoilt_fleet: Entry | None = None
+        """The record of the fleet, if it is there and cannot be read, or is gone."""
         self._doubtful = False
         self._planner = Planner(parts.strategy, parts.policy, elected_s=clock(), after_outage=parts.after_outage)
 
@@ -128,22 +137,22 @@ class Rebalancer:
             self._plane.connection,
             self._plane.api,
             self._plane.bucket.name,
-            ("ids.>", "health.>", "orders", *(("load.>",) if self._loads else ())),
+            (*_WATCHED, *(("load.>",) if self._loads else ())),
             self._on_entry,
+            health=self._parts.health,
         )
-        refreshing = asyncio.ensure_future(self._refresh())
-        recording = asyncio.ensure_future(self._parts.history.run()) if self._parts.history else None
+        history, health = self._parts.history, self._parts.health
+        recording = supervise(history.run, "history", health) if history else None
         events: SystemEvents | None = None
         try:
-            events = await self._listen()
-            await self._load()
-            await watch.start()
-            while True:
-                wake_at_s = await self._turn()
-                await self._wait(wake_at_s, refreshing)
+            async with beside(self._refresh(), name="partition-source") as (refreshing,):
+                events = await self._listen()
+                await self._load()
+                await watch.start()
+                while True:
+                    wake_at_s = await self._turn()
+                    await self._wait(wake_at_s, refreshing)
         finally:
-            refreshing.cancel()
-            await asyncio.gather(refreshing, return_exceptions=True)
             await watch.stop()
             if events:
                 await events.stop()
@@ -160,8 +169,9 @@ class Rebalancer:
         self._changed.clear()
         try:
             if self._doubtful:
-                await self._load()
                 self._doubtful = False
+                await self._load()
+            await self._repair()
             await self._membership.verify()
             evict_at_s = await self._evictions.end_leases()
             decision = self._decide()
@@ -189,8 +199,8 @@ class Rebalancer:
         return min((t for t in (decision.wake_at_s, evict_at_s) if t is not None), default=None)
 
     async def _wait(self, wake_at_s: float | None, refreshing: asyncio.Future[None]) -> None:
-        if refreshing.done():
-            refreshing.result()
+        if error := death_of(refreshing):
+            raise error if isinstance(error, Exception) else RuntimeError("the partition source was cancelled")
         at_s = min(clock() + _LOOK_AGAIN_S, wake_at_s or float("inf"))
         try:
             async with asyncio.timeout(max(0.0, at_s - clock())):
@@ -211,13 +221,17 @@ class Rebalancer:
                 self._changed.set()
             return
         if key == "orders":
-            self._take_orders(entry)
+            self._orders.take(entry)
+            self._changed.set()
+            return
+        if key == "fleet" or key.startswith(("claims.", "assignment.")):
+            self._look_at_own(key, entry)
             return
         worker = name_of(key)
         if key.startswith("load.") and self._loads:
-            self._loads.take(worker, _decoded(key, entry, LoadRecord))
+            self._loads.take(worker, self._decoded(key, entry, LoadRecord))
             return
-        health = _decoded(key, entry, HealthRecord)
+        health = self._decoded(key, entry, HealthRecord)
         before = self._health.pop(worker, None)
         if health is None:
             return
@@ -225,14 +239,29 @@ class Rebalancer:
         if before is None or _moves(before) != _moves(health):
             self._changed.set()
 
-    def _take_orders(self, entry: Entry) -> None:
-        # One that cannot be read changes nothing: forgetting the orders would undo all of them.
-        orders = (_decoded("orders", entry, Orders) if entry.value else Orders()) or self._orders
-        if orders.paused and self._parts.retention is INTEREST:
-            _log.error("paused partitions are handled all the same: an interest stream would drop their messages")
-            orders = msgspec.structs.replace(orders, paused=())
-        self._orders, self._orders_revision = orders, entry.revision
-        self._changed.set()
+    def _look_at_own(self, key: str, entry: Entry) -> None:
+        """A record that only rebalancers write was written: should it be unreadable, all are read and made good."""
+        name = name_of(key)
+        if key == "fleet":
+            spoilt = self._decoded(key, entry, FleetRecord) is None
+        elif key.startswith("claims."):
+            newer = not entry.revision or entry.revision > self._claims.revision(name)
+            spoilt = newer and name in self._claims.claims and self._decoded(key, entry, Claim) is None
+        else:
+            newer = not entry.revision or entry.revision > self._assignments.revision(name)
+            spoilt = newer and name in self._membership.members and self._decoded(key, entry, Assignment) is None
+        if spoilt:
+            self._doubtful = True
+            self._changed.set()
+
+    def _decoded(self, key: str, entry: Entry, kind: type[_T]) -> _T | None:
+        if not entry.value:
+            return None
+        try:
+            return decode(entry.value, kind)
+        except DecodeError as error:
+            self._refusals.note(key, entry.revision, error)
+            return None
 
     async def _listen(self) -> SystemEvents | None:
         """Hear of broken connections from the servers, if that is set up; without them leases tell, later."""
@@ -253,11 +282,15 @@ class Rebalancer:
 
     async def _load(self) -> None:
         """Read everything that a predecessor has written, and the orders that are at least as new as the claims."""
-        entries = await self._plane.read("claims.>", "assignment.>", "orders")
-        if (orders := entries.get("orders")) and orders.revision > self._orders_revision:
-            self._take_orders(orders)
-        self._claims.load({k: e for k, e in entries.items() if k.startswith("claims.")})
+        entries = await self._plane.read("claims.>", "assignment.>", "orders", "fleet")
+        orders = entries.get("orders", Entry(b"", 0))
+        if orders.revision > self._orders.revision:
+            self._orders.take(orders)
         self._assignments.load({k: e for k, e in entries.items() if k.startswith("assignment.")})
+        claims = {k: e for k, e in entries.items() if k.startswith("claims.")}
+        self._claims.load(claims, self._assignments.told)
+        fleet = entries.get("fleet", Entry(b"", 0))
+        self._spoilt_fleet = None if self._decoded("fleet", fleet, FleetRecord) else fleet
         self._stream_created = (await self._plane.api.stream_info(self._parts.stream)).created
         await self._read_source()
 
@@ -275,22 +308,33 @@ class Rebalancer:
         if source.remembers:
             # The messages of a partition may be gone for now; giving it up and taking it again would move it about.
             claimed = (p for p, c in self._claims.claims.items() if c.state != "free" and p not in partitions)
-            partitions |= {p: self._parts.template.partition(p) for p in claimed}
+            # What somebody else wrote under a key that fits no template is no partition.
+            partitions |= {p: found for p in claimed if (found := self._parts.template.find(p))}
         self._partitions = partitions
 
+    async def _repair(self) -> None:
+        """Write again what is known and cannot be read in the bucket."""
+        if fleet := self._spoilt_fleet:
+            await self._office.write([Write("fleet", encode(self._parts.fleet), fleet.revision)])
+            self._spoilt_fleet = None
+        if self._claims.recovered:
+            _log.warning("claims were unreadable and are written again", claims=len(self._claims.recovered))
+            await self._claims.repair()
+
     def _decide(self) -> Decision:
+        orders = self._orders.now(self._partitions, self._claims.claims)
         view = FleetView(
             now_s=clock(),
             members=self._membership.view(),
-            partitions=tuple(self._partitions),
+            partitions=tuple(p for p in self._partitions if not self._is_in_doubt(p)),
             claims=self._claims.claims,
             health=self._health,
             left=frozenset(self._membership.left),
             weights=self._weights(),
-            orders=self._orders,
+            orders=orders,
         )
         decision = self._planner.step(view)
-        wanted = len(set(view.partitions) - self._orders.resting)
+        wanted = len(self._partitions.keys() - orders.resting)
         if self._office.describe(decision, self._parts.strategy.name, wanted) or decision.commands:
             _log.info(
                 f"fleet {decision.state}",
@@ -300,6 +344,26 @@ class Rebalancer:
                 term=self._office.term,
             )
         return decision
+
+    def _is_in_doubt(self, partition: str) -> bool:
+        """Whether a worker may still be letting go of a partition whose claim nobody can read.
+
+        It was told so by an assignment that does not name it any more, and is done when it has applied that.
+        """
+        if partition not in self._claims.unknown:
+            return False
+        told = self._assignments.told
+        for worker, member in self._membership.members.items():
+            said = self._health.get(worker)
+            if member.state == "away":
+                continue
+            if said is None or said.incarnation != member.incarnation or partition in said.busy:
+                return True
+            newest = told.get(worker)
+            if newest and newest.incarnation == member.incarnation and said.applied < newest.version:
+                return True
+        self._claims.unknown.discard(partition)
+        return False
 
     def _weights(self) -> Mapping[str, float] | None:
         """Loads of the partitions: as measured, or as the application says."""
@@ -365,10 +429,14 @@ class Rebalancer:
 
     def _claim_for(self, command: Command, estates: Estates | None) -> Claim | None:
         """The claim that carries a command out; None when it should not be, by what has happened in the meantime."""
+        claim = self._claims.claims.get(command.partition)
+        if isinstance(command, Give | Free) and claim and self._membership.in_doubt(claim.owner, self._parts.ttl_s):
+            return None
         if isinstance(command, Give):
             gone = command.owner not in self._membership.members
             # Whoever ordered that it rests may already have seen that nobody has it, and counts on that.
-            if gone or command.partition in self._orders.resting:
+            nowhere = estates is not None and not estates.known(command.partition)
+            if gone or nowhere or self._orders.rests(command.partition, claim):
                 return None
         return self._moves.claim_for(command, estates)
 
@@ -405,16 +473,3 @@ class Rebalancer:
 def _moves(health: HealthRecord) -> tuple[object, ...]:
     """What a move may be waiting for."""
     return health.incarnation, health.applied, health.ready, health.busy, health.pulling
-
-
-_T = TypeVar("_T", bound=msgspec.Struct)
-
-
-def _decoded(key: str, entry: Entry, kind: type[_T]) -> _T | None:
-    if not entry.value:
-        return None
-    try:
-        return decode(entry.value, kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        _log.error("a record is unreadable and ignored", key=key, error=str(error))
-        return None

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
-import msgspec
 import structlog
 
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.election import Office
 from parti.coordination.lease import clock
 from parti.coordination.records import MONITORED, Records
-from parti.core.consumer_config import owner_of, workers_of
-from parti.errors import NotFound, WrongRevision
+from parti.core.consumer_config import is_foreign, owner_of, workers_of
+from parti.core.fleet_report import waits_for_room
+from parti.errors import DecodeError, NotFound, WrongRevision
 from parti.jetstream.kv import MARKER_TTL_S, Write
 from parti.jetstream.state_store import StateStore
 from parti.jetstream.watch import Watch
 from parti.model.fleet import Assignment, HealthRecord, decode, key_of
 from parti.model.state import StatePointer
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.refusals import Refusals
 
 _log = structlog.get_logger("parti.roles")
 
@@ -28,11 +30,13 @@ _RESYNC_S = 60.0
 _COMPLAIN_AFTER_S = 15.0
 _CLEAN_S = 60.0
 _FORGET_AFTER_S = 600.0
+_REMOVED = ("ids.", "health.", "load.", "standby.")
+"""Keys that a live worker writes again soon: an unreadable one that stays is that of a worker that is gone."""
 
 
 async def monitor(plane: ControlPlane, metrics: Metrics) -> None:
     """Measure the fleet by its records, and complain about what lasts too long."""
-    records = Records()
+    records = Records(on_refused=metrics.refusals.note)
     watch = Watch(plane.connection, plane.api, plane.bucket.name, MONITORED, records.take, resync_s=_RESYNC_S)
     since: dict[str, float] = {}
     try:
@@ -57,14 +61,19 @@ async def monitor(plane: ControlPlane, metrics: Metrics) -> None:
         await watch.stop()
 
 
-async def clean_up(plane: ControlPlane, office: Office, stream: str, prefix: str) -> None:
+async def clean_up(plane: ControlPlane, office: Office, stream: str, prefix: str, refusals: Refusals) -> None:
     """Remove what workers left behind that are gone and own nothing; positions are kept."""
+    unreadable: dict[str, int] = {}
     while True:
-        entries = await plane.read("ids.>", "health.>", "claims.>", "assignment.>", "load.>")
-        records = Records.of(entries)
-        await _remove_consumers(plane, stream, prefix, records)
-        await _sweep_states(plane)
-        for worker in _long_gone(records):
+        entries = await plane.read("ids.>", "health.>", "claims.>", "assignment.>", "load.>", "standby.>")
+        records = Records.of(entries, refusals.note)
+        before, unreadable = unreadable, {key: entries[key].revision for key in records.unreadable}
+        await _remove_unreadable(office, unreadable.items() & before.items())
+        if not unreadable:
+            # Else nobody can tell who is here and who owns what.
+            await _remove_consumers(plane, stream, prefix, records)
+        await _sweep_states(plane, refusals)
+        for worker in _long_gone(records) if not unreadable else ():
             keys = [k for kind in ("health", "assignment", "load") if (k := key_of(kind, worker)) in entries]
             try:
                 await office.write([Write(k, b"", entries[k].revision, MARKER_TTL_S, deletes=True) for k in keys])
@@ -72,6 +81,18 @@ async def clean_up(plane: ControlPlane, office: Office, stream: str, prefix: str
                 continue  # it is back
             _log.info("forgot a worker that is long gone", worker=worker)
         await asyncio.sleep(_CLEAN_S)
+
+
+async def _remove_unreadable(office: Office, found: Iterable[tuple[str, int]]) -> None:
+    """Remove records that have been unreadable for a while and that nobody has written again."""
+    for key, revision in found:
+        if not key.startswith(_REMOVED):
+            continue  # the rebalancer makes them good
+        try:
+            await office.write([Write(key, b"", revision, MARKER_TTL_S, deletes=True)])
+        except WrongRevision:
+            continue
+        _log.info("removed an unreadable record that nobody writes any more", key=key)
 
 
 def _long_gone(records: Records) -> list[str]:
@@ -97,15 +118,20 @@ async def _remove_consumers(plane: ControlPlane, stream: str, prefix: str, recor
     # An owner that is not there for a moment has not applied what it was given either.
     if any(w not in records.members or w not in told or not _has_applied(told[w], said.get(w)) for w in owners):
         return
+    if any(map(waits_for_room, records.claims.values())):
+        return  # a consumer of whoever had them last may be all that keeps their messages
     here = records.members.keys() | records.named_in_claims
     known = records.health.keys() | records.assignments.keys() | here
     for name in await plane.api.consumer_names(stream):
         workers = [worker for worker in workers_of(name, prefix) if worker in known]
         try:
+            if not workers or all(worker in here for worker in workers):
+                continue
+            # A shard of one worker or the first consumer of another, or another fleet's: only its metadata tell.
+            config = (await plane.api.consumer_info(stream, name)).config
             if len(workers) > 1:
-                # A shard of one worker or the first consumer of another: only its metadata tell.
-                workers = [owner_of((await plane.api.consumer_info(stream, name)).config, prefix)[0]]
-            if not workers or workers[0] in here:
+                workers = [owner_of(config, prefix)[0]]
+            if workers[0] in here or is_foreign(config, plane.bucket.name):
                 continue
             await plane.api.delete_consumer(stream, name)
         except NotFound:
@@ -113,19 +139,21 @@ async def _remove_consumers(plane: ControlPlane, stream: str, prefix: str, recor
         _log.info("removed the consumer of a worker that is gone", consumer=name)
 
 
-async def _sweep_states(plane: ControlPlane) -> None:
+async def _sweep_states(plane: ControlPlane, refusals: Refusals) -> None:
     """Remove states that a process had begun to save when it died."""
     store = StateStore(plane.connection, plane.bucket.name)
     try:
         await plane.api.stream_info(store.stream)
     except NotFound:
         return
-    entries = (await plane.read("state.>")).values()
-    try:
-        pointers = [decode(entry.value, StatePointer) for entry in entries if entry.value]
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        _log.error("a pointer to a state is unreadable; nothing is removed", error=str(error))
-        return
+    pointers = []
+    for key, entry in (await plane.read("state.>")).items():
+        try:
+            pointers += [decode(entry.value, StatePointer)] if entry.value else []
+        except DecodeError as error:
+            # What it points at would look like what nothing points at.
+            refusals.note(key, entry.revision, error, "no state is removed until that is repaired")
+            return
     if removed := await store.sweep(pointers):
         _log.info("removed states that nothing points at", states=removed)
 

@@ -21,6 +21,7 @@ from parti.core.lease import NEVER_S
 from parti.core.worker_ids import Applicant
 from parti.jetstream.system_events import client_ref
 from parti.model.fleet import FleetRecord
+from parti.telemetry.tasks import Supervised, supervise
 from parti.version import __version__
 
 
@@ -51,7 +52,7 @@ class Seating:
         token = parts.settings.owner_token
         self._token = token.get_secret_value() if token else uuid.uuid4().hex
         self._yields_until_s = NEVER_S
-        self._notice: asyncio.Task[None] | None = None
+        self._notice: Supervised | None = None
 
     async def open(self) -> ControlPlane:
         """Open the bucket, and make sure that it is this fleet's; raises when it cannot be used."""
@@ -94,7 +95,7 @@ class Seating:
         assert applicant.fixed
         s, profile = self._settings, self._profile()
         notice = StandbyNotice(plane.bucket, applicant.fixed, profile, rank=s.standby_rank, ttl_s=s.lease_ttl_s)
-        self._notice = asyncio.create_task(notice.keep())
+        self._notice = supervise(notice.keep, "standby-notice", self._parts.health)
         try:
             return await ids.stand_by(
                 applicant,

@@ -20,6 +20,7 @@ from parti.errors import ConfigError, OverlappingSubjects, PartiError, SourceFai
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.kv import Bucket
 from parti.jetstream.streams import check_mapping, list_subjects
+from parti.model.fleet import key_of
 from parti.model.mapping import SubjectMapping
 from parti.model.partition import Partition, PartitionLike, Template
 from parti.model.subjects import first_overlap, has_wildcard
@@ -28,6 +29,8 @@ _log = structlog.get_logger("parti.sources")
 
 _LOGGED = 10
 """Most partitions named in one log line."""
+_LONGEST_KEY = 2_000
+"""Bytes of the key of a record: its subject has to fit into one line of the protocol, of 4,096 bytes by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +156,24 @@ def _no_new_subject(listed: StreamInfo, now: StreamInfo) -> bool:
 
 
 def _parse(subjects: Iterable[str], template: Template) -> dict[str, Partition | None]:
-    # The server stores what clients publish on `orders.*` itself, and bytes that are no text reach us as U+FFFD.
-    odd = {s for s in subjects if has_wildcard(s) or "\ufffd" in s}
+    found = {s: _partition_of(s, template) for s in subjects}
+    odd = [s for s, partition in found.items() if partition is None]
     if odd:
         examples = sorted(odd)[:_LOGGED]
         _log.warning("subjects that cannot be partitions are ignored", count=len(odd), subjects=examples)
-    return {s: None if s in odd else template.parse(s) for s in subjects}
+    return found
+
+
+def _partition_of(subject: str, template: Template) -> Partition | None:
+    """The partition of a subject that lies in the stream; None when it cannot be one."""
+    # The server stores what clients publish on `orders.*` itself, and bytes that are no text reach us as U+FFFD.
+    if has_wildcard(subject) or "\ufffd" in subject:
+        return None
+    try:
+        partition = template.parse(subject)
+    except SubjectMismatch:
+        return None
+    return partition if len(key_of("claims", partition.id)) <= _LONGEST_KEY else None
 
 
 class FromKey:
@@ -185,7 +200,7 @@ class FromKey:
             raise SourceFailed(f"{where} does not exist; put a JSON list of partitions there")
         try:
             values = json.loads(entry.value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SourceFailed(f"{where} is not JSON ({error}); expected a list of partitions") from None
         if not isinstance(values, list):
             raise SourceFailed(f"{where} holds {_kind(values)}, expected a JSON list of partitions")

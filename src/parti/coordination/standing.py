@@ -11,6 +11,7 @@ from parti.coordination.hooks import Hooks, call_hooks
 from parti.core.fleet_view import FleetState
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import owned
 
 _log = structlog.get_logger("parti.manager")
 
@@ -28,19 +29,24 @@ class Standing:
         self._health = health
         self._hooks = hooks
         self._worker_id = worker_id
+        self._degraded_by = ""
         self._telling: set[asyncio.Future[None]] = set()
 
     def set(self, state: FleetState, reason: str) -> None:
-        """Be in a state from now on; nothing happens if it was already."""
+        """Be in a state from now on; nothing happens if it was already, but for another reason to be degraded."""
         before, self.state = self.state, state
-        if before is state:
+        worse, self._degraded_by = self._degraded_by, reason if state is FleetState.DEGRADED else ""
+        if before is state and worse == self._degraded_by:
             return
-        self._metrics.fleet_state.set(state)
         if state is FleetState.DEGRADED:
             self._health.raise_signal(_SIGNAL, f"degraded: {reason}")
         else:
             self._health.clear(_SIGNAL)
-        tell = _log.debug if state in _FLEET_WIDE else _log.info
+        if before is state:
+            _log.warning("worker is degraded for another reason", worker=self._worker_id(), reason=reason)
+            return
+        self._metrics.fleet_state.set(state)
+        tell = _log.debug if state in _FLEET_WIDE else _log.warning if state is FleetState.DEGRADED else _log.info
         tell(f"worker {state}", worker=self._worker_id(), before=before.value, reason=reason)
         if self._hooks.on_state_changed:
             self._tell(before, state)
@@ -48,9 +54,7 @@ class Standing:
     def _tell(self, before: FleetState, state: FleetState) -> None:
         hooks, worker_id = self._hooks.on_state_changed, self._worker_id()
         call = call_hooks(hooks, (before, state), worker_id=worker_id, metrics=self._metrics)
-        task = asyncio.ensure_future(call)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        owned(call, "state-hook", self._health, keep=self._telling, signals=False)
 
     async def told(self, timeout_s: float) -> None:
         """Return when the hooks have ended that were called so far."""

@@ -8,18 +8,18 @@ Guards NoLoss and NoRepeatOnPlannedMove: whoever gets a partition starts where t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-
-import msgspec
 
 from parti.coordination.control_plane import ControlPlane
 from parti.core.progress import Progress, decode_progress
+from parti.errors import DecodeError
 from parti.jetstream.api import StreamInfo
 from parti.jetstream.kv import Entry
 from parti.model.fleet import Claim, FleetRecord, key_of, name_of
 from parti.model.migration import OLD_CONSUMERS
 from parti.model.partition import Template
+from parti.telemetry.refusals import Refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,21 @@ class Estate:
 class Takeovers:
     """Reads what is known of partitions that are about to change hands."""
 
-    def __init__(self, plane: ControlPlane, stream: str, template: Template, fleet: FleetRecord) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        stream: str,
+        template: Template,
+        fleet: FleetRecord,
+        refusals: Refusals | None = None,
+    ) -> None:
         self._plane = plane
         self._stream = stream
         self._template = template
         self._fleet = fleet
         self._records: dict[str, Progress] = {}
+        self._refusals = refusals
+        self._unreadable: set[str] = set()
 
     async def read(self, claims: Mapping[str, Claim | None]) -> Estates:
         """Look up partitions by the claims that they have now (None: they were never claimed)."""
@@ -49,13 +58,31 @@ class Takeovers:
         if None in claims.values():
             # Never claimed, but a worker may know of them: from before a reset, or from working alone.
             found = await self._plane.read("progress.>")
-            self._records |= _records((name_of(key), entry) for key, entry in found.items())
+            self._take((name_of(key), entry) for key, entry in found.items())
         owners = {claim.owner for claim in claims.values() if claim and claim.owner}
         if any(claim is None or not claim.owner for claim in claims.values()):
             owners.add(OLD_CONSUMERS)  # from the leader: a replica may not know yet where it stopped
         entries = await asyncio.gather(*(self._plane.bucket.get(key_of("progress", owner)) for owner in owners))
-        self._records |= _records(zip(owners, entries, strict=True))
-        return Estates(stream, self._template, self._fleet, claims, self._records)
+        self._take(zip(owners, entries, strict=True))
+        return Estates(stream, self._template, self._fleet, claims, self._records, self._unreadable)
+
+    def _take(self, found: Iterable[tuple[str, Entry | None]]) -> None:
+        """Take in what workers have stored; where that cannot be read the claims tell, so messages are repeated."""
+        for worker, entry in found:
+            if entry is None or not entry.value:
+                continue
+            self._unreadable.discard(worker)
+            try:
+                self._records[worker] = decode_progress(entry.value)
+            except DecodeError as error:
+                self._records.pop(worker, None)
+                self._unreadable.add(worker)
+                if self._refusals is None:
+                    continue
+                then = "its partitions begin where the claims say"
+                if worker == OLD_CONSUMERS:
+                    then = "partitions that came from older consumers are given to nobody"
+                self._refusals.note(key_of("progress", worker), entry.revision, error, then)
 
 
 class Estates:
@@ -68,7 +95,9 @@ class Estates:
         fleet: FleetRecord,
         claims: Mapping[str, Claim | None],
         records: Mapping[str, Progress],
+        unreadable: Collection[str] = (),
     ) -> None:
+        self._unreadable = unreadable
         self.stream_created = stream.created
         self._last_seq = stream.last_seq
         self._template = template
@@ -79,6 +108,14 @@ class Estates:
             for worker, record in records.items()
             if (record.stream, record.stream_created) == (stream.name, stream.created)
         }
+
+    def known(self, partition_id: str) -> bool:
+        """Whether it can be said where a partition begins.
+
+        Nothing but their own record tells how far the older consumers have got with what they have given up.
+        """
+        claim = self._claims.get(partition_id)
+        return OLD_CONSUMERS not in self._unreadable or bool(claim and claim.owner)
 
     def position(self, partition_id: str) -> int:
         """The position of a partition; where the fleet began, when nobody has ever had it."""
@@ -115,14 +152,3 @@ class Estates:
         if suspect < reached or not (claim.owner or suspect >= position):
             suspect = deaths = 0
         return Estate(position, self.stream_created, careful_to, suspect, deaths)
-
-
-def _records(found: Iterable[tuple[str, Entry | None]]) -> dict[str, Progress]:
-    records = {}
-    for worker, entry in found:
-        if entry and entry.value:
-            try:
-                records[worker] = decode_progress(entry.value)
-            except (msgspec.ValidationError, msgspec.DecodeError):
-                continue
-    return records

@@ -14,7 +14,7 @@ from parti.coordination.lease import Lease, clock
 from parti.core.lease import LeaseTerms
 from parti.core.standby import Seen, Step, Understudy
 from parti.core.worker_ids import Applicant, choose_id
-from parti.errors import ControlPlaneReset, LeaseLost, NoFreeWorkerId, PartiError, WorkerIdTaken
+from parti.errors import ControlPlaneReset, DecodeError, LeaseLost, NoFreeWorkerId, PartiError, WorkerIdTaken
 from parti.jetstream.kv import MARKER_TTL_S, Bucket, Entry, Write
 from parti.model.fleet import MemberRecord, MemberState, decode, encode, key_of, name_of
 
@@ -109,11 +109,13 @@ class WorkerIds:
         is none left.
         """
         seen: dict[str, int] = {}
+        unreadable = _Unreadable(self._terms.ttl_s)
         give_up_s = clock() + self._terms.ttl_s + 2.0
         while True:
             entries = {name_of(k): e for k, e in (await self._read_ids()).items()}
             records = {w: _decoded(e.value) for w, e in entries.items() if e.value}
-            held = {w: record for w, record in records.items() if record.state != "left"}
+            over = unreadable.over({w: entries[w].revision for w, r in records.items() if r is _UNREADABLE})
+            held = {w: record for w, record in records.items() if record.state != "left" and w not in over}
             choice = choose_id(applicant, held, self._names)
             awaited = choice.await_end_of
             if awaited is not None:
@@ -210,6 +212,21 @@ class WorkerIds:
         return seat
 
 
+class _Unreadable:
+    """Leases that nobody can read: nobody renews them either, so their holder has stopped after the length of one."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._since_s: dict[tuple[str, int], float] = {}
+
+    def over(self, revisions: Mapping[str, int]) -> set[str]:
+        """Which of these have been as they are for so long that they may be taken."""
+        now_s = clock()
+        since_s = {seen: self._since_s.get(seen, now_s) for seen in revisions.items()}
+        self._since_s = since_s
+        return {worker for (worker, _), began_s in since_s.items() if now_s - began_s > self._ttl_s}
+
+
 _UNREADABLE = MemberRecord(
     token="",
     incarnation=0,
@@ -223,5 +240,5 @@ def _decoded(value: bytes) -> MemberRecord:
     """Read a record; one that nobody can read is somebody's, but surely not ours."""
     try:
         return decode(value, MemberRecord)
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except DecodeError:
         return _UNREADABLE

@@ -16,7 +16,8 @@ class AckWriter:
     handler ends: a process that is stopped or killed a moment later has not kept it to itself. Under much load a turn
     has hundreds of them, which cost two writes.
 
-    While there is no connection they are dropped: the server will deliver those messages again, and their lane
+    While there is no connection they are dropped. Nothing has to be remembered for that: the next session begins at
+    the confirmed floor (`parti.core.confirmed_floor`), the server delivers those messages again, and their lane
     recognises them as finished.
     """
 
@@ -68,6 +69,7 @@ class AckWriter:
 
     def flush(self) -> None:
         """Write what has gathered: the turn ends."""
+        begun, self._begun = self._begun, False
         if self._other:
             other, self._other = self._other, []
             if not self.silent:
@@ -75,8 +77,7 @@ class AckWriter:
         if self._finished:
             finished, self._finished = self._finished, []
             self._write(finished)
-        if self._begun:
-            self._begun = False
+        if begun:
             self._after_flush()
 
     def _write(self, finished: list[bytes]) -> None:

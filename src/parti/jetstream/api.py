@@ -234,7 +234,7 @@ def _answer(data: bytes) -> dict[str, Any]:
     """Decode an answer; an error in it, or anything that is not an answer, is raised."""
     try:
         answer = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise ApiError(0, "the answer does not come from JetStream: something else listens on this subject")

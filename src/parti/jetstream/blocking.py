@@ -40,6 +40,7 @@ from parti.model.headers import status_of
 
 REQUEST_S = 5.0
 _ATTEMPT_S = 3.0
+_LONG_SID = 20
 _CHUNK = 1 << 18
 _NOT_FOUND = frozenset({10014, 10037, 10059})
 _WRONG_REVISION = frozenset({10071, 10164})
@@ -220,7 +221,10 @@ class BlockingClient:
     def scan(self, scanner: Scanner, data: bytes) -> Stray | None:
         """The next stray in `data`; raises ConnectionFailed when these bytes are not the NATS protocol."""
         try:
-            return scanner.scan(data)
+            stray = scanner.scan(data)
+            if stray is not None and stray.sid and not (stray.sid.isdigit() and len(stray.sid) < _LONG_SID):
+                raise MalformedError("malformed MSG")
+            return stray
         except MalformedError as error:
             raise ConnectionFailed(f"the server {self.server} sent what cannot be read: {error}") from None
 

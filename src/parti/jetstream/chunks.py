@@ -21,7 +21,7 @@ class Wanted:
     end: int
     subjects: tuple[str, ...] = ()
     payload: bool = True
-    """False: the server leaves the payloads out."""
+    """False: payloads are left out of what is returned."""
 
 
 @dataclass(slots=True)

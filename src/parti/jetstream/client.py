@@ -17,6 +17,9 @@ from nats.aio.transport import TcpTransport
 from nats.protocol.parser import ERR_RE
 
 from parti.jetstream.dialing import Dial, describe
+from parti.jetstream.wire import LeanParser
+from parti.model.headers import parse_headers
+from parti.model.safe_text import text_of
 
 if TYPE_CHECKING:
     from nats.aio.client import Srv
@@ -50,6 +53,11 @@ class MendedClient(Client):
         if dial.keys is not None:
             # Set here because connect() turns it on only for its own, blocking, ways to read key files.
             self._auth_configured = True
+
+    def read_leanly(self) -> None:
+        """Read with our own parser: nats-py's takes no subject with a vertical tab or form feed, which servers do."""
+        parser: Any = LeanParser(self, {}, lambda: None)
+        self._ps = parser
 
     @property
     def info(self) -> dict[str, Any]:
@@ -215,6 +223,20 @@ class MendedClient(Client):
                 await self._ps.parse(chunk)  # Looked up after the wait: the wire may just have replaced it.
         except Exception as error:
             await self._process_op_err(error)
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
+    ) -> Any:
+        """nats-py breaks the connection over a subject that is not UTF-8, which the server does not forbid."""
+        subject, reply = (name if name.isascii() else text_of(bytes(name)).encode() for name in (subject, reply))
+        return super()._build_message(sid, subject, reply, data, headers)
+
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        """nats-py breaks the connection over a header block shorter than its first line; servers store such."""
+        try:
+            return await super()._process_headers(headers)
+        except (IndexError, UnicodeDecodeError):
+            return parse_headers(bytes(headers or b"")) or None
 
     def _stop_loops(self) -> None:
         for task in (self._reading_task, self._ping_interval_task, self._flusher_task):

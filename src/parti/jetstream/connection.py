@@ -52,6 +52,10 @@ REFUSED_WAIT_FACTOR = 10
 """Slower attempts while the server refuses the credentials: it logs each one."""
 PERMISSION_ERRORS_KEPT = 100
 
+_MOST_LINE = 4_096
+"""Bytes of one line of the protocol, as servers have it by default."""
+_MOST_NAMES = _MOST_LINE - 32
+"""Bytes of subject and reply in such a line."""
 _STATUS_HEADERS = {"Status", "Description", "Nats-Subject"}
 _T = TypeVar("_T")
 
@@ -92,6 +96,8 @@ class Connection:
         self._settings = settings
         self._dial = dial
         self._client = MendedClient(dial, on_down=self._down, on_denied=self._denied)
+        if settings.protocol_reader != "plain":
+            self._client.read_leanly()
         self._attempts: Attempts | None = None
         self._state = ConnectionState.SUSPENDED
         self._closed = False
@@ -135,6 +141,11 @@ class Connection:
     def client(self) -> Client:
         """The raw nats-py client, for the pull engine; it refuses to publish while disconnected."""
         return self._client
+
+    @property
+    def reads_by_requests(self) -> bool:
+        """Whether records are read without consumers, which this user may not make (setting `read_by`)."""
+        return self._settings.read_by == "requests"
 
     @property
     def state(self) -> ConnectionState:
@@ -288,6 +299,12 @@ class Connection:
                 f"message of {size} bytes for {subject!r} is larger than the server's max_payload of "
                 f"{self.max_payload}; nothing was sent; send less, or raise max_payload on the server"
             )
+        # A longer line makes the server close the connection.
+        if len(subject.encode()) + len(reply) > _MOST_NAMES:
+            raise ConfigError(
+                f"a subject of {len(subject.encode()):,} bytes, {subject[:40]!r}…, is too long for the server's "
+                f"control line of {_MOST_LINE:,} bytes; nothing was sent; use shorter subjects"
+            )
         try:
             if self._client.pending_data_size > WRITE_HIGH_WATER:
                 await self._client.drain_writes(WRITE_STALL_S)
@@ -305,14 +322,16 @@ class Connection:
         if flight is None or flight.answer.done():
             return
         headers = msg.headers or {}
-        status = headers.get("Status", "")
         # A stored message may carry a header of its own named Status, but then the server adds others to it.
+        status = "" if "Nats-Sequence" in headers else headers.get("Status", "")
         if status == "503" and not msg.data and headers.keys() <= _STATUS_HEADERS:
             flight.answer.set_exception(
                 NoResponders(f"nobody listens on {flight.subject!r}; the request had no effect; is JetStream on?")
             )
         else:
-            flight.answer.set_result(Reply(msg.data, headers, int(status) if status.isdigit() else 0))
+            flight.answer.set_result(
+                Reply(msg.data, headers, int(status) if status.isascii() and status.isdigit() else 0)
+            )
 
     def _denied(self, operation: str, subject: str) -> None:
         """Tell the request that was denied, or, when there is none, the log and the callbacks."""

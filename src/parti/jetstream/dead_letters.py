@@ -8,8 +8,8 @@ import random
 import structlog
 
 from parti.config import Settings
-from parti.core.dead_letter import dead_letter_subject, write_letter
-from parti.errors import ConfigError
+from parti.core.dead_letter import WrittenLetter, write_letter
+from parti.errors import ApiError, ConfigError
 from parti.jetstream.api import JetStreamApi
 from parti.model.message import Message
 from parti.telemetry.health import Health
@@ -17,10 +17,13 @@ from parti.telemetry.health import Health
 _log = structlog.get_logger("parti.deadletters")
 _RETRY_MIN_S, _RETRY_MAX_S = 0.2, 5.0
 _SIGNAL = "dead-letters"
+_TOO_LARGE = frozenset({10054, 10097})
+"""The stream takes no message of this size, or no headers of this size."""
+_SMALLEST = 4_096
 
 
 class DeadLetterStream:
-    """Publishes to `<subject>.<origin stream>.<origin subject>`.
+    """Publishes to `<subject>.<origin stream>.<origin subject>`; there is a letter for any message (`write_letter`).
 
     A message is de-duplicated by origin stream and sequence, so a retry after an unknown outcome adds nothing.
     While the stream does not take messages, `send` keeps trying and the lane waits: nothing is lost, and the
@@ -61,17 +64,33 @@ class DeadLetterStream:
             )
         return cls(api, health, subject=subject, max_payload=max_payload, omit_large=omit_large)
 
-    async def send(self, message: Message, reason: str) -> int:
+    async def send(self, message: Message, reason: str, traceback: str = "") -> int:
         """Store the message as a dead letter; returns its sequence there, and only when the server has it."""
-        headers, payload = write_letter(message, reason, max_payload=self._max_payload, omit_large=self._omit_large)
-        delay = _RETRY_MIN_S
+        delay, most = _RETRY_MIN_S, self._max_payload
         while True:
             try:
-                seq = await self._api.publish(dead_letter_subject(self._subject, message), payload, headers=headers)
+                letter = write_letter(
+                    message,
+                    reason,
+                    root=self._subject,
+                    max_payload=most,
+                    kept=self._omit_large,
+                    traceback=traceback,
+                )
+                seq = await self._store(letter)
                 self._health.clear(_SIGNAL)
                 return seq
             except Exception as error:  # whatever it is, the lane must not be left behind
+                if isinstance(error, ApiError) and error.code in _TOO_LARGE:
+                    most = max(_SMALLEST, most // 2)
                 self._health.raise_signal(_SIGNAL, f"dead letters cannot be stored: {error}")
                 _log.error("dead letter not stored, will try again", seq=message.seq, error=str(error), delay_s=delay)
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             delay = min(delay * 2, _RETRY_MAX_S)
+
+    async def _store(self, letter: WrittenLetter) -> int:
+        """Publish the original first, if the letter needs it: a letter that can be seen is complete."""
+        stored = [await self._api.publish(letter.originals_subject, part) for part in letter.originals]
+        if stored:
+            letter = letter.referring_to(stored)
+        return await self._api.publish(letter.subject, letter.payload, headers=letter.headers)

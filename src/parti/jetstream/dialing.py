@@ -32,6 +32,12 @@ OUTSTANDING_PINGS = 2
 _REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)", re.IGNORECASE)
 
 
+def noticed_within_s(ping_interval_s: float) -> float:
+    """How long it takes, at the most, until a connection is given up that takes nothing to the server any more."""
+    # The first ping that is not answered may be an interval away; nothing is exact on a busy machine.
+    return (OUTSTANDING_PINGS + 3) * ping_interval_s
+
+
 @dataclass(frozen=True, slots=True)
 class Dial:
     """Everything needed to dial: addresses without userinfo, nats-py options, and how parti proves who it is."""

@@ -1,4 +1,4 @@
-"""The answer to a batched direct get, checked while it comes in. Standard library only.
+"""The answer to a batched direct get, checked while it comes in. Standard library and `parti.model.safe_text` only.
 
 Each message of a batch names the one before it, and the status at the end names the last one: whatever was lost on
 the way shows, and the answer ends before it. The server's own header lines come last, whatever lines of the same
@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+from parti.model.safe_text import text_of
+
 _BARE = b"NATS/1.0"
 _MESSAGE = re.compile(
-    rb"(.*)\r\nNats-Stream: ([^\r]+)\r\nNats-Subject: ([^\r]+)\r\nNats-Sequence: (\d+)\r\n"
-    rb"Nats-Time-Stamp: ([^\r]+)\r\nNats-Num-Pending: \d+\r\nNats-Last-Sequence: (\d+)\r\n\r\n",
+    rb"(.*)\r\nNats-Stream: ([^\r]+)\r\nNats-Subject: ([^\r]+)\r\nNats-Sequence: (\d{1,20})\r\n"
+    rb"Nats-Time-Stamp: ([^\r]+)\r\nNats-Num-Pending: \d+\r\nNats-Last-Sequence: (\d{1,20})\r\n\r\n",
     re.DOTALL,
 )
-_END = re.compile(rb"NATS/1\.0 204 [^\r]*\r\nNats-Num-Pending: (\d+)\r\nNats-Last-Sequence: (\d+)\r\n\r\n")
+_END = re.compile(rb"NATS/1\.0 204 [^\r]*\r\nNats-Num-Pending: (\d{1,20})\r\nNats-Last-Sequence: (\d{1,20})\r\n\r\n")
 _STATUS = re.compile(rb"NATS/1\.0 (\d{3})([^\r\n]*)\r\n\r\n")
 
 
@@ -84,8 +86,12 @@ class DirectAnswer:
             self._end()
         else:
             header = block + b"\r\n\r\n" if block != _BARE else None
-            stored_at = datetime.fromisoformat(stamp.decode())
-            self.messages.append(Stored(seq, subject.decode(), payload, header, stored_at))
+            try:
+                stored_at = datetime.fromisoformat(stamp.decode())
+            except ValueError:
+                self.give_up(f"message {seq} has no time that can be read")
+                return
+            self.messages.append(Stored(seq, text_of(subject), payload, header, stored_at))
             # Last: a message that could not be decoded raises above, and then is a hole like any other.
             self._last, self._seq = seq, seq + 1
 

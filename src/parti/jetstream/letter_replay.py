@@ -21,22 +21,25 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
-from parti.core.dead_letter import Letter
-from parti.errors import ConfigError, NotFound, PartiError
+from parti.core.dead_letter import Letter, is_original, sendable_headers_of
+from parti.errors import ConfigError, DecodeError, NotFound, PartiError, PermissionDenied
 from parti.jetstream.api import StreamInfo
 from parti.jetstream.letters import Letters
 from parti.jetstream.scan import scan
 from parti.model.fleet import decode, encode
 from parti.model.letter_mark import KEEP_S, LetterMark, mark_subject, marks_stream, replay_id
 from parti.model.mapping import SubjectMapping
-from parti.model.subjects import within
+from parti.model.records import number_in
+from parti.model.subjects import covers, within
+from parti.setting_types import is_stream_name
 
 _NO_MESSAGE, _NO_SEQUENCE, _NOT_DELETED = 10037, 10043, 10057
 _AT_ONCE = 16
 _NANOSECONDS = 1_000_000_000
 _MARGIN_S = 5.0
+_NOBODYS = ("$JS.", "$KV.", "$O.", "$SYS.")
+_MOST_HEADERS = 65_535
+"""Bytes of headers that a stream takes."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,9 @@ class _Origin:
 
     def subject_for(self, stored: str) -> str:
         """Where to publish so that the message lies under `stored` again; `ConfigError` when nobody can tell."""
+        if stored.startswith(_NOBODYS):
+            # A letter that somebody else wrote: whoever sends it may write where that one may not.
+            raise ConfigError(f"{stored!r} is a subject of the server or of a bucket, and no message is sent there")
         if self.info.transform:
             source, destination = self.info.transform
             try:
@@ -111,13 +117,17 @@ class LetterReplay:
         await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
         return outcome
 
+    @property
+    def _all_marks(self) -> str:
+        return mark_subject(self._letters.name, "*")
+
     async def _ensure_marks(self) -> None:
         name = marks_stream(self._letters.name)
         info = await self._api.ensure_stream(
             {
                 "name": name,
                 "description": "which dead letters were sent back to their streams",
-                "subjects": [mark_subject(self._letters.name, "*")],
+                "subjects": [self._all_marks],
                 "retention": "limits",
                 "storage": "file",
                 "max_msgs_per_subject": 1,
@@ -126,7 +136,7 @@ class LetterReplay:
                 "allow_direct": True,
             }
         )
-        if mark_subject(self._letters.name, "*") not in info.subjects:
+        if self._all_marks not in info.subjects:
             raise ConfigError(
                 f"stream {name!r} belongs to somebody else, and marks of replays cannot be kept; rename it"
             )
@@ -134,6 +144,8 @@ class LetterReplay:
     async def _find(self, stream: str) -> _Origin | str:
         if not stream:
             return "it does not say which stream it came from"
+        if not is_stream_name(stream):
+            return f"its stream, {stream!r}, has a name that no stream can have"
         try:
             info, config = await self._api.stream_info(stream), await self._api.stream_config(stream)
         except NotFound:
@@ -149,6 +161,8 @@ class LetterReplay:
                 try:
                     await self._send(letter, outcome)
                 except PartiError as error:
+                    if isinstance(error, PermissionDenied) and covers(self._all_marks, error.subject):
+                        raise  # no letter can be sent without a mark
                     outcome.failed[letter.seq] = str(error)
                     # What can never be sent holds up nobody; what may be sent later must not be overtaken.
                     blocked = "" if isinstance(error, ConfigError) else f"letter {letter.seq} was not sent"
@@ -172,10 +186,11 @@ class LetterReplay:
             sent_as = await self._publish(origin, letter, mark)
         outcome.sent[letter.seq] = sent_as
         if not self._keep:
-            await delete_letter(self._letters, letter.seq)
+            await delete_letter(self._letters, letter)
 
     async def _publish(self, origin: _Origin, letter: Letter, mark: LetterMark | None) -> int:
-        subject, payload = origin.subject_for(letter.subject), await self._payload(letter)
+        own, payload = await self._content(letter)
+        subject = origin.subject_for(letter.subject)
         if mark and mark.state == "sending":
             message_id = mark.message_id
         else:
@@ -183,25 +198,40 @@ class LetterReplay:
             message_id += f":{mark.sent_as}" if mark else ""  # sent before, and again on purpose
             await self._note(letter, state="sending", after=origin.info.last_seq, message_id=message_id)
         headers = {
-            **letter.own_headers,
+            **own,
             "Parti-Replay-Of": f"{self._letters.name}:{letter.seq}",
             "Nats-Msg-Id": message_id,
             "Nats-Expected-Stream": origin.info.name,
         }
+        if 12 + sum(len(k.encode()) + len(v.encode()) + 4 for k, v in headers.items()) > _MOST_HEADERS:
+            raise ConfigError(
+                "its headers leave no room for those that a replay adds; publish it by other means, or purge it"
+            )
         sent_as = await self._api.publish(subject, payload, headers=headers)
         await self._note(letter, state="sent", sent_as=sent_as, message_id=message_id)
         return sent_as
 
-    async def _payload(self, letter: Letter) -> bytes:
+    async def _content(self, letter: Letter) -> tuple[dict[str, str], bytes]:
+        """Headers and payload as the message had them; `ConfigError` when nobody has them any more."""
         found = await self._letters.get(letter.seq)
         if found is None:
             raise ConfigError("it is gone from the dead-letter stream")
-        if not letter.payload_left_out:
-            return found[1]
-        stored = await self._letters.stored(letter.stream, letter.origin_seq)
-        if stored is None:
-            raise ConfigError(f"its payload was left in stream {letter.stream!r} and is gone there")
-        return stored.data
+        if "subject" in letter.cut:
+            raise ConfigError(
+                f"its subject, {letter.subject!r}, is no UTF-8 text or too long to be sent again; publish it by "
+                f"other means, or purge it"
+            )
+        missing = " and ".join(sorted(letter.cut))
+        if not missing:
+            return letter.own_headers, found[1]
+        original = await self._letters.original(letter)
+        if original is None:
+            place = "beside it in the dead-letter stream" if letter.original else f"in stream {letter.stream!r}"
+            raise ConfigError(f"its {missing} was left {place} and is gone there")
+        headers, complete = sendable_headers_of(original.header)
+        if not complete:
+            raise ConfigError("a header of it cannot be sent again as it was; publish it by other means, or purge it")
+        return headers, original.data
 
     async def _find_sent(self, origin: _Origin, letter: Letter, mark: LetterMark) -> int:
         """The sequence under which an earlier run has sent it; 0: it has not.
@@ -245,17 +275,27 @@ async def read_marks(letters: Letters) -> dict[int, LetterMark]:
                 seq = message.subject.rpartition(".")[2]
                 try:
                     mark = decode(message.data, LetterMark)
-                except (msgspec.ValidationError, msgspec.DecodeError):
+                except DecodeError:
                     continue
-                if seq.isdecimal() and mark.letters_created == letters.info.created:
-                    marks[int(seq)] = mark
+                if number_in(seq) and mark.letters_created == letters.info.created:
+                    marks[number_in(seq)] = mark
     except NotFound:
         return {}
     return marks
 
 
-async def delete_letter(letters: Letters, seq: int) -> bool:
-    """Remove a letter; False when it was gone already."""
+async def delete_letter(letters: Letters, letter: Letter) -> bool:
+    """Remove a letter, and its original if that lies beside it; False when it was gone already."""
+    removed = await _delete(letters, letter.seq)
+    for seq in letter.original[1] if letter.original else ():
+        # What somebody else wrote into a header is not believed: only originals go with a letter.
+        stored = await letters.stored(letters.name, seq)
+        if stored is not None and is_original(stored.subject):
+            await _delete(letters, seq)
+    return removed
+
+
+async def _delete(letters: Letters, seq: int) -> bool:
     try:
         await letters.api.call(f"STREAM.MSG.DELETE.{letters.name}", {"seq": seq, "no_erase": True})
     except PartiError as error:

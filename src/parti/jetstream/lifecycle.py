@@ -10,7 +10,7 @@ from typing import Any
 from parti.config import Settings
 from parti.jetstream.connection import Connection
 from parti.jetstream.vitals import Vitals
-from parti.telemetry.tasks import watched
+from parti.telemetry.tasks import supervise
 
 
 class Lifecycle:
@@ -65,9 +65,9 @@ class Lifecycle:
         """The same for what is no coroutine."""
         self._holds.callback(let_go)
 
-    def run(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
-        """Run this beside the worker, watched, and cancel it at the end."""
-        task = watched(coroutine, name, self._vitals.health)
+    def run(self, make: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Run this beside the worker, again whenever it dies, and cancel it at the end."""
+        task = supervise(make, name, self._vitals.health)
 
         async def cancel() -> None:
             task.cancel()

@@ -66,7 +66,8 @@ class Scanner:
             if op not in (77, 72):  # neither MSG nor HMSG
                 self.pos = eol + 2
                 return Stray(buf[pos : eol + 2])
-            args = buf[pos:eol].split()
+            # At spaces only: a subject may hold vertical tabs and form feeds, and `split()` would cut there.
+            args = buf[pos:eol].split(b" ")
             begin, header = eol + 2, None
             try:
                 if args[-1] != digits:

@@ -28,7 +28,7 @@ from parti.jetstream.wire import Wire, pub
 from parti.model.headers import parse_headers, parse_reply, status_of
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import PULL_STATUS, Metrics
-from parti.telemetry.tasks import watched
+from parti.telemetry.tasks import Supervised, supervise
 
 _log = structlog.get_logger("parti.pull")
 
@@ -38,6 +38,13 @@ _ADAPT_INTERVAL_S = 0.1
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 1.0
 _SETTLED_S = 1.0
 _RIVAL_GAPS = 4
+_PREPARING_S = 15.0
+"""Longest time that a session may take to be prepared: some requests in a row, each with 5 s for its answer."""
+_BETWEEN_S = 2 * _RETRY_MAX_S
+_SOON_S = 0.5
+"""A session that is prepared sooner changes nothing: pulls have been without an answer all the same."""
+_REFUSALS = 3
+"""Times in a row that one delivery could not be taken in when that is signalled."""
 _PLAIN_DOTS = frozenset({8, 10})
 _ENDS_SESSION = frozenset({PullStep.NEW_SESSION, PullStep.RECREATE, PullStep.REFUSED})
 
@@ -144,24 +151,41 @@ class PullEngine:
         self._filled = False
         self._ceiling = max(1, tuning.limit // _SLOTS)
         self._gaps = 0
+        self._signs = 0
+        self._quiet_since_s = 0.0
+        self._preparing_since_s: float | None = None
+        self._refused_seq = self._refusals = 0
         self._reason = "start"
         self._trouble = asyncio.Event()
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[Supervised] = []
         self._removers: list[Callable[[], None]] = []
 
     async def start(self) -> None:
         """Begin pulling; returns when the first session stands, or raises what `prepare` raised."""
         pull = await self._prepare(self._reason)
         self._nothing_to_pull = not pull
+        self._begin_to_wait()
         if pull:
             self._open_session()
         self._removers = [self._wire.on_chunk(self._chunk_done), self._connection.on_state(self._on_state)]
+        self._start_tasks()
+
+    def _start_tasks(self) -> None:
         self._tasks = [
-            watched(self._supervise(), "pull-supervisor", self._health),
-            watched(self._watch(), "pull-watch", self._health),
+            supervise(self._supervise, "pull-supervisor", self._health),
+            supervise(self._watch, "pull-watch", self._health),
         ]
+
+    def revive(self, reason: str) -> None:
+        """Replace the engine's tasks, whatever has become of them, and begin a new session."""
+        for task in self._tasks:
+            task.cancel()
+        if self._removers:
+            self._start_tasks()
+            self._trouble.clear()
+            self.new_session(reason)
 
     async def stop(self) -> None:
         """Stop pulling at once; messages still on their way are dropped and will be delivered again."""
@@ -190,6 +214,7 @@ class PullEngine:
         """Go on after `pause`: at once when the consumer has been prepared, else through `prepare`."""
         self._paused = False
         self._resumed.set()
+        self._begin_to_wait()
         if prepared and not self._trouble.is_set():
             self._nothing_to_pull = not pull
             if pull:
@@ -206,6 +231,7 @@ class PullEngine:
         """Go on, through `prepare`."""
         if self._suspended:
             self._suspended = False
+            self._begin_to_wait()
             self.new_session(reason)
 
     def new_session(self, reason: str) -> None:
@@ -221,6 +247,54 @@ class PullEngine:
         return self._open or self._paused or (self._nothing_to_pull and not self._suspended)
 
     @property
+    def consumer(self) -> str:
+        """Name of the consumer."""
+        return self._consumer
+
+    @property
+    def sign(self) -> int | None:
+        """A number that grows with every answer or refusal of the server; None while no pull is wanted."""
+        wanted = self._removers and not (self._paused or self._suspended or self._nothing_to_pull)
+        if not wanted or self._connection.state is not ConnectionState.CONNECTED:
+            return None
+        full = self._intake.held >= self._tuning.limit
+        return None if self._open and full and not self.credit else self._signs
+
+    @property
+    def quiet_s(self) -> float:
+        """Time since the last sign, or since pulls are wanted.
+
+        Sessions do not count: those that begin again and again, and get no answer, are what is to be noticed.
+        """
+        return asyncio.get_running_loop().time() - self._quiet_since_s
+
+    @property
+    def may_be_quiet_s(self) -> float:
+        """How long there may be no sign while all is well."""
+        since_s = self._preparing_since_s
+        if since_s is not None and asyncio.get_running_loop().time() - since_s >= _SOON_S:
+            return _PREPARING_S
+        return _BETWEEN_S if since_s is None and not self._open else 2 * self._tuning.heartbeat_s + 1.0
+
+    def _sign(self) -> None:
+        self._signs += 1
+        self._begin_to_wait()
+
+    def _begin_to_wait(self) -> None:
+        self._quiet_since_s = asyncio.get_running_loop().time()
+
+    def tell(self) -> dict[str, Any]:
+        """What a log line says of the pulls."""
+        return {
+            "open": self._open,
+            "credit": self.credit,
+            "paused": self._paused,
+            "suspended": self._suspended,
+            "reason": self._reason,
+            "dead_tasks": [task.name for task in self._tasks if task.done()],
+        }
+
+    @property
     def credit(self) -> int:
         """Messages that the server may still send on standing pulls."""
         return sum(slot.remaining for slot in self._slots)
@@ -233,6 +307,7 @@ class PullEngine:
     def _chunk_done(self) -> None:
         if self._passed is None or self._expected != self._counted:
             self._heard = True
+            self._sign()
         if self._group is not None and self._expected != self._counted:
             self._group.on_messages()
         self._metrics.messages.value += self._expected - self._counted
@@ -296,6 +371,7 @@ class PullEngine:
                 header = pin_header
             if not reply:
                 self._heard = True
+                self._sign()
                 self._on_status(slot, header or b"")
                 return
             # Both forms of the subject end in: stream sequence, consumer sequence, timestamp, pending.
@@ -318,12 +394,20 @@ class PullEngine:
                 self._filled = True
             try:
                 deliver(subject, reply, header, payload, seq)
-            except Exception:
+            except Exception as error:
                 # It must come again before anything after it.
                 _log.exception("a delivery could not be taken in", seq=seq)
+                self._note_refusal(seq, error)
                 self.new_session("a delivery could not be taken in")
 
         return sink
+
+    def _note_refusal(self, seq: int, error: Exception) -> None:
+        """A delivery that fails again and again stops its consumer: that is worth a signal."""
+        self._refusals = self._refusals + 1 if seq == self._refused_seq else 1
+        self._refused_seq = seq
+        if self._refusals >= _REFUSALS:
+            self._health.raise_signal(f"{self._signal}-delivery", f"message {seq} cannot be taken in: {error!r}")
 
     def _waiting_sink_for(self, slot: _Slot) -> Sink:
         """The same for a pull without an id, whose first message pins this client.
@@ -412,6 +496,7 @@ class PullEngine:
         # Also on the way back up: the subscriptions of the old connection are gone.
         if self._group is not None:
             self._group.on_reconnect()
+        self._begin_to_wait()
         self.new_session(f"connection {state.value}: {reason}")
 
     async def _supervise(self) -> None:
@@ -426,8 +511,11 @@ class PullEngine:
                 return  # closed for good: whoever closed it knows
             reason, opened = self._reason, False
             self._trouble.clear()
+            self._preparing_since_s = asyncio.get_running_loop().time()
             try:
                 pull = await self._prepare(reason)
+                if self._nothing_to_pull:
+                    self._begin_to_wait()
                 self._nothing_to_pull = not pull
                 opened = not self._trouble.is_set() and not self._paused
                 if opened and pull:
@@ -439,6 +527,12 @@ class PullEngine:
                 _log.warning("consumer not ready, will try again", reason=reason, error=str(error))
                 self._reason = reason
                 self._trouble.set()
+                self._sign()  # a refusal is an answer; that the consumer is there says nothing of pulls
+            except BaseException:
+                self._trouble.set()  # whoever begins this loop again has to try again
+                raise
+            finally:
+                self._preparing_since_s = None
             self._warn_of_rivals()
             lasted = opened and await self._stays_open(_SETTLED_S)
             delay = _RETRY_MIN_S if lasted else min(delay * 2, _RETRY_MAX_S)
@@ -449,7 +543,8 @@ class PullEngine:
         try:
             await asyncio.wait_for(self._trouble.wait(), seconds)
         except TimeoutError:
-            self._gaps = 0
+            self._gaps = self._refusals = 0
+            self._health.clear(f"{self._signal}-delivery")
             return True
         return False
 

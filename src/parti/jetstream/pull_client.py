@@ -29,6 +29,7 @@ from parti.jetstream.pull import PullEngine, PullTuning
 from parti.jetstream.pull_group import PullGroup
 from parti.jetstream.wire import Wire
 from parti.model.headers import ReplyInfo, parse_headers, parse_reply, split_pin
+from parti.model.safe_text import text_of
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 
@@ -52,7 +53,7 @@ class Pulled:
     def __init__(
         self, client: PullClient, subject: bytes, reply: bytes, header: bytes | None, data: bytes, seq: int
     ) -> None:
-        self.subject = subject.decode()
+        self.subject = text_of(subject)
         self.data = data
         self.seq = seq
         """Its stream sequence."""

@@ -1,10 +1,11 @@
 """Reads a range of sequences from a stream, in order, complete, and without leaving anything behind.
 
-Two ways, chosen by the stream's retention:
+Two ways, chosen by the stream's retention and by `read_by` of the target:
 
 - limits: an ephemeral pull consumer without acknowledgements, in memory, on one replica; it is deleted at the end and
   forgotten by the server a minute after a reader that died.
-- work-queue and interest: batched direct gets, because a consumer would count as interest or be refused.
+- work-queue and interest: batched direct gets, because a consumer would count as interest or be refused. The same for
+  a user who may not make consumers.
 
 Guarantees: messages come in order, each once; whatever the range no longer holds is told (`missing`). "There is no
 more" is believed from the stream's leader only: a replica that lags says so too early. A connection that breaks is
@@ -23,6 +24,7 @@ from parti.jetstream.direct_ranges import DirectRange
 from parti.jetstream.leaders import check_same
 from parti.jetstream.pulled_ranges import PulledRange
 from parti.jetstream.target import Target
+from parti.model.safe_text import text_of
 from parti.model.subjects import covers
 
 __all__ = ["Chunk", "Range", "RangeReader", "Wanted", "sequence_of"]
@@ -65,7 +67,8 @@ class RangeReader:
             info = control.stream_info(self._wanted.stream)
             check_same(info, self._wanted.stream, self._wanted.created)
             source: PulledRange | DirectRange
-            if info["config"].get("retention", "limits") == "limits":
+            by_consumer = self._target.read_by == "consumers"
+            if by_consumer and info["config"].get("retention", "limits") == "limits":
                 source = PulledRange(self._target, control, self._wanted, self.next, info, self._name)
             else:
                 source = DirectRange(control, self._wanted, self.next, info)
@@ -92,7 +95,7 @@ class RangeReader:
         self.next = wanted.end
 
     def _is_wanted(self, subject: bytes) -> bool:
-        name = subject.decode("utf-8", "replace")
+        name = text_of(subject)
         return any(covers(pattern, name) for pattern in self._wanted.subjects)
 
     def _note_missing(self, chunk: Chunk, following: int) -> None:

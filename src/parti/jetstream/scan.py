@@ -1,8 +1,9 @@
 """Reads a stream from a sequence on to its present end, in order and without holes, leaving nothing behind.
 
-An ephemeral push consumer, in memory, without acknowledgements and, unless payloads are wanted, with headers only. It
-is made anew behind the last message when deliveries get lost. For small streams such as dead letters; workers and
-Spark have readers of their own.
+An ephemeral push consumer, in memory, without acknowledgements. It is made anew behind the last message when
+deliveries get lost. It never asks for `headers_only`: nats-server 2.15.1 dies of that when a header block is a single
+byte. For small streams such as dead letters; workers and Spark have readers of their own. With
+`read_by = "requests"` there is no consumer: the leader is asked.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from nats import errors as nats_errors
 from parti.errors import PartiError, RequestTimeout
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
-from parti.model.headers import ReplyInfo, parse_reply
+from parti.jetstream.requested import read_on
+from parti.model.headers import ReplyInfo, parse_headers, parse_reply
+from parti.model.subjects import within
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -35,12 +38,18 @@ class Scanned:
 
     __slots__ = ("data", "headers", "seq", "stored_at", "subject")
 
-    def __init__(self, msg: Msg, info: ReplyInfo) -> None:
-        self.seq = info.stream_seq
-        self.subject = msg.subject
-        self.headers: dict[str, str] = dict(msg.headers or {})
-        self.data = msg.data
-        self.stored_at = datetime.fromtimestamp(info.timestamp_ns / 1e9, UTC)
+    def __init__(self, seq: int, subject: str, headers: dict[str, str], data: bytes, stored_at: datetime) -> None:
+        self.seq = seq
+        self.subject = subject
+        self.headers = headers
+        self.data = data
+        self.stored_at = stored_at
+
+    @classmethod
+    def delivered(cls, msg: Msg, info: ReplyInfo, *, payload: bool) -> Scanned:
+        """As a consumer brings it."""
+        stored_at = datetime.fromtimestamp(info.timestamp_ns / 1e9, UTC)
+        return cls(info.stream_seq, msg.subject, dict(msg.headers or {}), msg.data if payload else b"", stored_at)
 
 
 async def scan(
@@ -56,17 +65,34 @@ async def scan(
 
     Raises `NotFound` when there is no such stream, `RequestTimeout` when nothing comes, and what requests raise.
     """
+    if connection.reads_by_requests:
+        async with contextlib.aclosing(_asked(api, stream, start, subjects, payload=payload)) as asked:
+            async for message in asked:
+                yield message
+        return
     seq = start
     for _ in range(_RESTARTS):
         async with contextlib.aclosing(_session(connection, api, stream, seq, subjects, payload=payload)) as session:
-            async for message in session:
-                if message is None:
+            async for delivered in session:
+                if delivered is None:
                     break
-                seq = message.seq + 1
-                yield message
+                seq = delivered.seq + 1
+                yield delivered
             else:
                 return
     raise RequestTimeout(f"stream {stream!r} could not be read: deliveries got lost again and again; try again")
+
+
+async def _asked(
+    api: JetStreamApi, stream: str, start: int, subjects: tuple[str, ...], *, payload: bool
+) -> AsyncGenerator[Scanned, None]:
+    """The same from the stream's leader, without a consumer."""
+    wanted = subjects[0] if len(subjects) == 1 else ">"
+    async with contextlib.aclosing(read_on(api, stream, start, wanted, payload=payload)) as messages:
+        async for each in messages:
+            if len(subjects) < 2 or within(each.subject, subjects):
+                headers = parse_headers(each.header or b"")
+                yield Scanned(each.seq, each.subject, headers, each.data, each.stored_at)
 
 
 async def _session(
@@ -90,7 +116,6 @@ async def _session(
         "mem_storage": True,
         "num_replicas": 1,
         **({"filter_subjects": list(subjects)} if subjects else {}),
-        **({} if payload else {"headers_only": True}),
     }
     try:
         if not (await api.put_consumer(stream, config, action="create")).pending:
@@ -108,7 +133,7 @@ async def _session(
             if info.consumer_seq != received:
                 yield None
                 return
-            yield Scanned(msg, info)
+            yield Scanned.delivered(msg, info, payload=payload)
             if not info.pending:
                 return
     finally:

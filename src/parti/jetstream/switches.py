@@ -122,7 +122,7 @@ class Switches:
     async def _take(self, msg: Msg) -> None:
         try:
             event = _switch(json.loads(msg.data))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             _log.warning("an advisory could not be read", subject=msg.subject, error=repr(error))
             return
         if self._metrics is not None and event.pinned:

@@ -121,7 +121,7 @@ def _event(msg: Msg) -> tuple[str, str] | None:
     try:
         event = json.loads(msg.data)
         return _ref(event["server"]["id"], event["client"]["id"]), str(event.get("reason", ""))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         _log.warning("a system event could not be read", subject=msg.subject, error=repr(error))
         return None
 

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from parti.errors import ConfigError
@@ -58,6 +58,7 @@ class Target:
     tls_hostname: str | None = None
     tls_handshake_first: bool = False
     inbox_prefix: str = "_INBOX"
+    read_by: Literal["consumers", "requests"] = "consumers"
     connect_timeout_s: float = 10.0
 
     @classmethod
@@ -90,6 +91,7 @@ class Target:
             tls_hostname=settings.tls_hostname,
             tls_handshake_first=settings.tls_handshake_first,
             inbox_prefix=settings.inbox_prefix,
+            read_by=settings.read_by,
             connect_timeout_s=settings.connect_timeout_s,
         )
 

@@ -24,6 +24,7 @@ class Vitals:
     def __init__(self, worker_id: str, *, per_partition: bool = False) -> None:
         self.metrics = Metrics(worker_id, per_partition=per_partition)
         self.health = Health()
+        self.health.on_task_death = self.metrics.task_deaths.inc
         self._server: MetricsServer | None = None
 
     @property

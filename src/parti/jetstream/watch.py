@@ -7,6 +7,8 @@ because a key that is removed without a marker is not announced to anybody.
 Each session is a new consumer. nats-py's own watcher resumes its old one and was blind for 17 to 19 s after a restart
 of the server; a new one sees the state as soon as JetStream answers. The consumer before is deleted first: a bucket
 takes 1,000 consumers, and each process is to need one of them.
+
+With `read_by = "requests"` there is no consumer: the bucket is looked at five times a second.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from parti.errors import ConfigError, ConnectionFailed, NotFound, OverlappingSub
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.kv import Entry
+from parti.jetstream.requested import PolledSession
 from parti.jetstream.watch_session import WatchSession
 from parti.model.subjects import first_overlap, tokens_of, within
+from parti.telemetry.health import Health
+from parti.telemetry.tasks import Supervised, supervise
 
 _log = structlog.get_logger("parti.watch")
 
@@ -38,6 +43,8 @@ _BACKWARDS_S = 2.0
 """How long the bucket must be behind what was seen until it counts as restored, not as a leader still catching up."""
 _READS_AT_ONCE = 256
 _NO_MESSAGE = 10037
+_POLLED_RESYNC = 6
+"""Without a consumer each key is a request, so the whole state is read so many times less often."""
 
 
 class _DoubtError(Exception):
@@ -72,6 +79,7 @@ class Watch:
         on_reset: Callable[[str], None] = lambda created: None,
         resync_s: float = 10.0,
         heartbeat_s: float = 1.0,
+        health: Health | None = None,
     ) -> None:
         """Describe a watch; ConfigError when `keys` is empty, malformed or overlaps itself."""
         self._connection = connection
@@ -83,14 +91,15 @@ class Watch:
         self._on_entry = on_entry
         self._on_synced = on_synced
         self._on_reset = on_reset
-        self._resync_s = resync_s
+        self._health = health
+        self._resync_s = resync_s * (_POLLED_RESYNC if connection.reads_by_requests else 1)
         self._heartbeat_s = heartbeat_s
         self._created = ""
         self._newest = 0
         self._backwards_since_s: float | None = None
         self._known: dict[str, Entry] = {}
         """What was last reported of each key."""
-        self._session: WatchSession | None = None
+        self._session: WatchSession | PolledSession | None = None
         self._seen: set[str] = set()
         """Keys that came in this session before it was synced."""
         self._synced_s = 0.0
@@ -101,7 +110,7 @@ class Watch:
         self._waiting: list[asyncio.Future[None]] = []
         """Who waits for the whole state of this session."""
         self._woken = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._task: Supervised | None = None
         self._remove_listener: Callable[[], None] = lambda: None
         self._started = self._healthy = False
         self._last_error = ""
@@ -123,7 +132,7 @@ class Watch:
         permission, JetStream switched off). When it fails or is cancelled, nothing is left running.
         """
         self._remove_listener = self._connection.on_state(self._on_state)
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="parti-watch")
+        self._task = supervise(self._run, "watch", self._health)
         try:
             await self.resync()
         except BaseException:
@@ -203,6 +212,8 @@ class Watch:
     async def _run(self) -> None:
         """Keep a session open for as long as the watch runs."""
         delay_s = 0.0
+        self._healthy = False  # it may have died, and left a session behind
+        await self._close_session()
         while True:
             try:
                 await self._connection.wait_connected()
@@ -233,20 +244,18 @@ class Watch:
         self._healthy = False
         self._last_error = reason
 
-    async def _open_in_time(self) -> WatchSession:
+    async def _open_in_time(self) -> WatchSession | PolledSession:
         try:
             async with asyncio.timeout(_OPEN_S):
                 return await self._open_session()
         except TimeoutError:
             raise _DoubtError(f"no answer from the bucket within {_OPEN_S:g} s") from None
 
-    async def _open_session(self) -> WatchSession:
+    async def _open_session(self) -> WatchSession | PolledSession:
         await self._delete_leftovers()
         before = await self._api.stream_info(self._stream)
         self._identify(before)
-        session = self._session = WatchSession(
-            self._connection, self._api, self._bucket_name, self._keys, self._heartbeat_s, self._take, self._woken.set
-        )
+        session = self._session = self._new_session()
         self._seen = set()
         self._waiting, self._asked = self._waiting + self._asked, []
         await session.open()
@@ -256,7 +265,13 @@ class Watch:
         session.confirm()
         return session
 
-    async def _attend(self, session: WatchSession) -> None:
+    def _new_session(self) -> WatchSession | PolledSession:
+        name, keys, take, wake = self._bucket_name, self._keys, self._take, self._woken.set
+        if self._connection.reads_by_requests:
+            return PolledSession(self._api, name, keys, take, wake)
+        return WatchSession(self._connection, self._api, name, keys, self._heartbeat_s, take, wake)
+
+    async def _attend(self, session: WatchSession | PolledSession) -> None:
         """Return when it is time for a new session; raise when this one is in doubt."""
         resync_at_s = float("inf")
         while True:
@@ -275,7 +290,7 @@ class Watch:
             # A moment longer: a timer that rounding lets end too early would be set again and again.
             await self._wait(min(session.silent_at_s, resync_at_s) - _now() + _MOMENT_S)
 
-    async def _finish_state(self, session: WatchSession) -> None:
+    async def _finish_state(self, session: WatchSession | PolledSession) -> None:
         """Report what is gone, and that the whole state is known."""
         absent = [key for key, entry in self._known.items() if entry.value and key not in self._seen]
         there = await self._still_there(absent)
@@ -317,14 +332,15 @@ class Watch:
         session, self._session = self._session, None
         self._synced_s = 0.0
         if session is not None:
-            self._leftovers.append(session.consumer)
+            if session.consumer:
+                self._leftovers.append(session.consumer)
             await session.close()
 
     async def _delete_leftovers(self) -> None:
         """Delete the consumers of earlier sessions; what cannot be deleted ends by its inactivity."""
         leftovers, self._leftovers = self._leftovers, []
         for consumer in leftovers:
-            with contextlib.suppress(PartiError, TimeoutError):
+            with contextlib.suppress(Exception):
                 async with asyncio.timeout(_DELETE_S):
                     await self._api.delete_consumer(self._stream, consumer)
 

@@ -140,8 +140,12 @@ class Wire:
         return lambda: self._listeners.remove(listener)
 
     def _chunk_done(self) -> None:
-        for listener in self._listeners:
-            listener()
+        for listener in tuple(self._listeners):
+            try:
+                listener()
+            except Exception:
+                # The connection serves others too: what fails here must not end it.
+                _log.exception("a chunk listener failed")
 
     def subscribe(self, subject: str, sink: Sink) -> bytes:
         """Subscribe on the current connection; returns the subscription id as it stands in the protocol."""
@@ -162,11 +166,16 @@ class Wire:
             self.write(b"UNSUB %b\r\n" % sid)
 
     def write(self, data: bytes) -> bool:
-        """Send protocol bytes now; False, and nothing sent or kept, when there is no connection."""
+        """Send protocol bytes now; False, and nothing sent or kept, when there is no connection. Never raises."""
         client = self._client
         if not client.is_connected or client._transport is None:
             return False
-        client._transport.write(data)
+        try:
+            client._transport.write(data)
+        except Exception as error:
+            # The transport is closed and nats-py has not noticed yet. uvloop raises then; asyncio drops the data.
+            _log.debug("not written: the connection is closing", error=repr(error))
+            return False
         return True
 
     def new_inbox(self) -> str:

@@ -16,13 +16,15 @@ import msgspec
 import structlog
 
 from parti.core.job_claims import Claimant, Condemn, Start, Verdict, judge
-from parti.errors import ConnectionFailed, NotFound, PartiError, RequestTimeout, WrongRevision
+from parti.errors import ConnectionFailed, DecodeError, NotFound, PartiError, RequestTimeout, WrongRevision
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
-from parti.jetstream.kv import Bucket
+from parti.jetstream.kv import Bucket, Entry
 from parti.jobs.job import Held
 from parti.model.headers import parse_reply
-from parti.model.job import JobRecord, JobState, decode_job, encode_job, record_key
+from parti.model.job import JobRecord, JobState, encode_job, record_key
+from parti.model.records import decode
+from parti.model.safe_text import abbreviate
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
 
@@ -32,6 +34,7 @@ _SIGNAL = "job-records"
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 2.0
 _UNFINISHED_TTL_S = 14 * 86_400.0
 """A record that nobody touches any more, such as that of a job whose stream was deleted, ends by itself."""
+_MOST_SUBJECT = 1_000
 _T = TypeVar("_T")
 
 
@@ -73,7 +76,7 @@ class JobBoard:
     async def _claim(self, held: Held, cancelled: Callable[[], bool]) -> Verdict:
         message = held.job.message
         entry = await self._bucket.get(record_key(self._durable, held.seq))
-        found = decode_job(entry.value) if entry and entry.value else None
+        found = self._readable(held, entry)
         published_ns = parse_reply(held.reply).timestamp_ns
         now_s = time.time()
         verdict = judge(found, published_ns, self._claimant, cancelled=cancelled(), now_s=now_s)
@@ -82,7 +85,7 @@ class JobBoard:
         self._base[held] = JobRecord(
             stream=message.stream,
             seq=held.seq,
-            subject=message.subject,
+            subject=abbreviate(message.subject, _MOST_SUBJECT),
             published_ns=published_ns,
             state=JobState.RUNNING,
             worker=message.worker_id,
@@ -117,6 +120,8 @@ class JobBoard:
             await self._look_again(held)
         except PartiError as error:
             _log.debug("progress not written", job=held.job.id, error=str(error))
+        except Exception:  # of one job: the others are reported all the same
+            _log.exception("progress not written because of an error that nobody has foreseen", job=held.job.id)
 
     async def report_due(self, every: Iterable[Held]) -> None:
         """Write those that have changed and were not written for a while."""
@@ -192,6 +197,17 @@ class JobBoard:
         held.revision = await self._bucket.put(key, encode_job(record), revision=held.revision, ttl_s=ttl_s)
         self._metrics.jobs_writes.inc()
 
+    def _readable(self, held: Held, entry: Entry | None) -> JobRecord | None:
+        """The record of a job; one that cannot be read counts as none, so its attempts are counted anew."""
+        if entry is None or not entry.value:
+            return None
+        try:
+            return decode(entry.value, JobRecord)
+        except DecodeError as error:
+            key = record_key(self._durable, held.seq)
+            self._metrics.refusals.note(key, entry.revision, error, "the job is handled as if it were new")
+            return None
+
     async def _look_again(self, held: Held) -> None:
         """A write lost: learn the revision, whoever has made it."""
         try:
@@ -199,7 +215,7 @@ class JobBoard:
         except PartiError:
             return
         held.revision = entry.revision if entry else 0
-        found = decode_job(entry.value) if entry else None
+        found = self._readable(held, entry)
         if found and found.worker and found.incarnation != self._claimant.incarnation:
             held.superseded = True
             _log.warning("this job was taken over, and runs twice", job=held.job.id, by=found.worker)

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 import structlog
 
-from parti.core.dead_letter import ORIGIN_HEADERS
+from parti.core.dead_letter import sendable_headers_of
 from parti.errors import ConfigError, NotFound, WrongRevision
 from parti.jetstream.api import ConsumerInfo, JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.direct import Stored
 from parti.jetstream.kv import Bucket, Entry
+from parti.jetstream.letters import Letters
 from parti.jetstream.watch import Watch
-from parti.model.headers import parse_headers
 from parti.model.job import (
     BUCKET_SUFFIX,
     JobRecord,
@@ -125,11 +126,7 @@ class JobDesk:
 
     async def picture(self, entries: Mapping[str, Entry], states: frozenset[JobState] | None = None) -> Picture:
         """What is to be shown of the records, with what the server says of their consumers."""
-        known = [
-            (parse_key(key), record)
-            for key, entry in entries.items()
-            if entry.value and (record := decode_job(entry.value)) is not None
-        ]
+        known = list(_readable(entries))
         queues = await self._queues({(record.stream, durable) for (durable, _), record in known})
         ack_waits = {queue.durable: queue.ack_wait_s for queue in queues}
         counts = {state.value: 0 for state in _ORDER}
@@ -206,11 +203,11 @@ class JobDesk:
         if record.retried_as:
             again = job_id(durable, record.retried_as)
             raise ConfigError(f"job {name} was sent again before, as {again}; if that failed too, retry that one")
-        payload, headers = await self._letter(record, dead_letter_stream, name)
+        subject, payload, headers = await self._letter(record, dead_letter_stream, name)
         # Of two operators with the same idea one sends it.
         headers["Nats-Msg-Id"] = f"retry:{record.stream}:{seq}:{record.dead_letter}"
         headers["Parti-Retry-Of"] = name
-        new = await self._api.publish(record.subject, payload, headers=headers)
+        new = await self._api.publish(subject, payload, headers=headers)
         try:
             changed = msgspec.structs.replace(record, retried_as=new)
             await self.bucket.put(
@@ -220,23 +217,34 @@ class JobDesk:
             _log.debug("the record changed meanwhile", job=name)
         return new
 
-    async def _letter(self, record: JobRecord, stream: str, name: str) -> tuple[bytes, dict[str, str]]:
-        """What was dead-lettered, without what was added to tell its story."""
-        letter = await self._stored(stream, record.dead_letter)
-        if letter is None:
+    async def _letter(self, record: JobRecord, stream: str, name: str) -> tuple[str, bytes, dict[str, str]]:
+        """Subject, payload and headers of what was dead-lettered, without what was added to tell its story."""
+        try:
+            letters = await Letters.open(self._connection, self._api, stream)
+            found = await letters.get(record.dead_letter)
+        except ConfigError:
+            found = None
+        if found is None:
             raise ConfigError(
                 f"the dead letter of job {name} (sequence {record.dead_letter} of stream {stream!r}) is gone, so it "
                 f"cannot be sent again; publish it anew"
             )
-        headers = parse_headers(letter.header) if letter.header else {}
-        payload = letter.data
-        if "Parti-Payload" in headers:
-            origin = await self._stored(record.stream, record.seq)
-            if origin is None:
-                raise ConfigError(f"the payload of job {name} was left in stream {record.stream!r} and is gone there")
-            payload = origin.data
-        own = {k: v for k, v in headers.items() if k not in ORIGIN_HEADERS and not k.startswith("Nats-")}
-        return payload, own
+        letter, payload = found
+        if "subject" in letter.cut:
+            raise ConfigError(
+                f"the subject of job {name}, {letter.subject!r}, is no UTF-8 text or too long to be sent again; "
+                f"publish it anew"
+            )
+        if not letter.cut:
+            return letter.subject or record.subject, payload, letter.own_headers
+        original = await letters.original(letter)
+        if original is None:
+            missing = " and ".join(sorted(letter.cut))
+            raise ConfigError(f"the {missing} of job {name} was left in stream {record.stream!r} and is gone there")
+        headers, complete = sendable_headers_of(original.header)
+        if not complete:
+            raise ConfigError(f"a header of job {name} cannot be sent again as it was; publish it anew")
+        return letter.subject or record.subject, original.data, headers
 
     async def _stored(self, stream: str, seq: int) -> Stored | None:
         try:
@@ -254,6 +262,15 @@ class JobDesk:
             if durable in await self._api.consumer_names(stream):
                 return stream
         raise ConfigError(f"there is no consumer {durable!r} here; see 'parti jobs ls' for the ids of jobs")
+
+
+def _readable(entries: Mapping[str, Entry]) -> Iterator[tuple[tuple[str, int], JobRecord]]:
+    """Consumer, sequence and record of each job; what is no record, or lies under no key of a job, is left out."""
+    for key, entry in entries.items():
+        record = decode_job(entry.value) if entry.value else None
+        if record is not None:
+            with suppress(ConfigError):
+                yield parse_key(key), record
 
 
 def _queue(stream: str, durable: str, info: ConsumerInfo) -> Queue:

@@ -16,6 +16,7 @@ from parti.core.retry import Reject
 from parti.jobs.scheduler import Acquisition, SyncAcquisition, WeightedScheduler
 from parti.model.job import JobState, job_id
 from parti.model.message import Message
+from parti.model.safe_text import one_line
 
 _MAX_PHRASE = 200
 
@@ -102,7 +103,7 @@ class Job:
         """The payload as JSON; `parti.Reject`, so a dead letter at once, when it is none."""
         try:
             return msgspec.json.decode(self.data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise Reject(f"the payload of {len(self.data)} bytes is no JSON: {error}") from None
 
     @property
@@ -148,7 +149,7 @@ class Job:
         It is written down about once a second at most.
         """
         self._percent = min(100.0, max(0.0, float(percent)))
-        self._phrase = " ".join(phrase.split())[:_MAX_PHRASE]
+        self._phrase = one_line(str(phrase), _MAX_PHRASE)
         self._changed()
 
     @property
@@ -222,6 +223,7 @@ class Held:
         "dirty",
         "job",
         "lock",
+        "orphaned",
         "reply",
         "revision",
         "started_s",
@@ -246,6 +248,8 @@ class Held:
         """One write of its record at a time."""
         self.revision = 0
         self.dirty = False
+        self.orphaned = False
+        """Its stream is no more: it is neither acknowledged nor kept alive."""
         self.superseded = False
         """Another worker has claimed it since, because this one was cut off for too long: it tells how far it is."""
         self.written_s = 0.0

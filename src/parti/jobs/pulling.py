@@ -24,6 +24,7 @@ from parti.jetstream.wire import Wire, pub
 from parti.model.headers import status_of
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import PULL_STATUS, Metrics
+from parti.telemetry.tasks import Supervised, supervise
 
 _log = structlog.get_logger("parti.jobs.pull")
 
@@ -75,24 +76,48 @@ class JobPull:
         self._credit = 0
         """Jobs that the server may still send on the standing pull."""
         self._pulls = 0
+        self._signs = 0
         self._inbox = ""
         self._sid = b""
         self._broken = ""
         """Why this session has to end."""
         self._wait_for_room = False
+        self._prepared = True
+        """The consumer is there, as far as is known."""
         self._stopping = False
-        self._task: asyncio.Task[None] | None = None
+        self._task: Supervised | None = None
         self._remove_listener: Callable[[], None] = lambda: None
 
-    def start(self) -> asyncio.Task[None]:
+    def start(self) -> Supervised:
         """Begin; the consumer is there already."""
         self._remove_listener = self._connection.on_state(self._on_state)
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="parti-job-pull")
+        self._task = supervise(self._run, "job-pull", self._health)
         return self._task
+
+    def revive(self) -> None:
+        """Replace the task, whatever has become of it, and begin a new session."""
+        if self._task and not self._stopping:
+            self._task.cancel()
+            self._close()
+            self._task = supervise(self._run, "job-pull", self._health)
+
+    @property
+    def sign(self) -> int | None:
+        """A number that grows with every answer or refusal of the server; None while no pull is wanted."""
+        size = pull_size(self._batch, limit=self._limit, inflight=self._held(), credit=self._credit)
+        if self._stopping or self._connection.state is not ConnectionState.CONNECTED or not (size or self._credit):
+            return None
+        return self._signs
 
     def room_changed(self) -> None:
         """A job has ended: there may be room for the next."""
         self._changed.set()
+
+    def doubt(self, reason: str) -> None:
+        """The consumer may be gone: look, and make it again. While a pull stands, the server says so itself."""
+        if not self._credit:
+            self._broken = self._broken or reason
+            self._changed.set()
 
     @property
     def credit(self) -> int:
@@ -116,15 +141,17 @@ class JobPull:
     # ── sessions ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _run(self) -> None:
-        delay_s, prepared = _RETRY_MIN_S, True
+        delay_s = _RETRY_MIN_S
         while not self._stopping:
             try:
                 await self._connection.wait_connected()
-                if not prepared:
+                if not self._prepared:
                     await self._prepare()
+                # Whatever ends the session: the consumer may be gone.
+                self._prepared = False
                 self._health.clear(_SIGNAL)
                 reason = await self._session()
-                delay_s, prepared = _RETRY_MIN_S, False
+                delay_s = _RETRY_MIN_S
                 if not self._stopping:
                     _log.info("pulling anew", consumer=self._consumer, reason=reason)
             except ConnectionFailed:
@@ -134,6 +161,7 @@ class JobPull:
                 self._health.raise_signal(_SIGNAL, f"consumer {self._consumer} cannot be read: {error}")
                 _log.warning("consumer not ready, will try again", consumer=self._consumer, error=str(error))
                 delay_s = min(2 * delay_s, _RETRY_MAX_S)
+                self._signs += 1  # a refusal is an answer; that the consumer is there says nothing of pulls
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
     async def _session(self) -> str:
@@ -187,6 +215,7 @@ class JobPull:
                 return
 
     def _sink(self, subject: bytes, reply: bytes, header: bytes | None, payload: bytes) -> None:
+        self._signs += 1
         if reply:
             self._credit = max(0, self._credit - 1)
             if not self._credit:

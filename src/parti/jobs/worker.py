@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -9,16 +10,25 @@ import uuid
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import structlog
 
 from parti.config import Settings
-from parti.core.consumer_config import ConsumerTuning, build_config
+from parti.core.consumer_config import (
+    FLEET,
+    ConsumerTuning,
+    build_config,
+    fleet_metadata,
+    fleet_of,
+    is_foreign,
+)
 from parti.core.job_claims import Claimant
 from parti.core.priority import check_update, with_group
 from parti.core.retry import RetryPolicy, describe
-from parti.errors import ApiError, ConfigError, NotFound, PartiError, SubjectMismatch
+from parti.core.stall import Look, Stall, StallKind
+from parti.errors import ApiError, ConfigError, ForeignConsumer, NotFound, PartiError, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
 from parti.jetstream.dead_letters import DeadLetterStream
@@ -36,7 +46,9 @@ from parti.jobs.scheduler import WeightedScheduler
 from parti.jobs.settings import JobSettings
 from parti.model.job import BUCKET_SUFFIX, cancel_key, parse_key
 from parti.model.subjects import within
+from parti.telemetry.tasks import owned
 from parti.telemetry.tracing import traced
+from parti.telemetry.watchdog import Watchdog, Watched
 
 _log = structlog.get_logger("parti.jobs")
 
@@ -90,6 +102,9 @@ class JobWorker:
         )
         self.on_worker_id: Callable[[str], None] = lambda worker_id: None
         """Called with the id of this worker when it starts."""
+        self.on_stalled: Callable[[str], None] | None = None
+        """Called, in a thread, when this worker stands still and a restart has not helped; None: it stops."""
+        self._leaving: set[asyncio.Task[bool]] = set()
         self._source = source
         self._incarnation = uuid.uuid4().hex[:12]
         self._connection: Connection | None = None
@@ -156,7 +171,9 @@ class JobWorker:
         resources = await self._enter_lifespan()
         calls = Calls(handler, threads=jobs.max_capacity, timeout_s=settings.handler_timeout_s)
         self._life.call(calls.stop)
-        ports = HandPorts(connection, wire, board, calls, self.scheduler, dead_letters, self.metrics, resources)
+        ports = HandPorts(
+            connection, wire, board, calls, self.scheduler, dead_letters, self.metrics, resources, self.health
+        )
         hand = self._hand = Hand(
             ports,
             stream=source.stream,
@@ -166,7 +183,14 @@ class JobWorker:
             heartbeat_s=jobs.heartbeat_interval_s,
         )
         connection.on_state(lambda state, reason: hand.reconnected(state))
-        watch = Watch(connection, api, bucket.name, (cancel_key(self.durable, 0)[:-1] + "*",), self._on_cancel)
+        watch = Watch(
+            connection,
+            api,
+            bucket.name,
+            (cancel_key(self.durable, 0)[:-1] + "*",),
+            self._on_cancel,
+            health=self.health,
+        )
         self._life.hold(watch.stop)
         await watch.start()
         self._pull = JobPull(
@@ -185,9 +209,45 @@ class JobWorker:
             prepare=lambda: self._ensure(api),
         )
         self._life.hold(self._pull.stop)
-        self._life.run(hand.beat(), "job-heartbeats")
+        self._life.run(hand.beat, "job-heartbeats")
         hand.on_room = self._pull.room_changed
+        hand.on_unheard = partial(self._pull.doubt, "an answer was not confirmed")
         self._pull.start()
+        self._watch(self._pull)
+
+    def _watch(self, pull: JobPull) -> None:
+        """Have this worker watched from now on: that its event loop turns, and that pulls are answered."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> Look:
+            sign = pull.sign
+            return {} if sign is None else {(StallKind.PULLS, self.durable): sign}
+
+        def leave(stall: Stall, reason: str) -> None:
+            if self.on_stalled:
+                self.on_stalled(reason)
+            else:
+                loop.call_soon_threadsafe(self._give_up)
+
+        watched = Watched(
+            look=look,
+            story=lambda: {"in_hand": self.held, "credit": pull.credit, "signals": dict(self.health.reasons)},
+            restart=lambda stall: pull.revive(),
+            leave=leave,
+        )
+        watchdog = Watchdog(
+            watched,
+            self.metrics,
+            self.health,
+            stall_after_s=max(self.settings.stall_after_s, 2 * self.jobs.fetch_timeout_s),
+            grace_s=self.settings.stall_after_s,
+        )
+        watchdog.start()
+        self._life.call(watchdog.stop)
+
+    def _give_up(self) -> None:
+        """Leave, so that others take over: this worker stands still."""
+        owned(self.stop(drain=False), "leave", self.health, keep=self._leaving)
 
     async def _enter_lifespan(self) -> object:
         if self._source.lifespan is None:
@@ -225,7 +285,10 @@ class JobWorker:
     # ── stream and consumer ───────────────────────────────────────────────────────────────────────────────────
 
     async def _ensure(self, api: JetStreamApi) -> None:
-        self._created = (await self._ensure_stream(api)).created
+        created = (await self._ensure_stream(api)).created
+        if self._hand and created != self._created:
+            self._hand.stream_replaced()
+        self._created = created
         await self._ensure_consumer(api)
 
     async def _ensure_stream(self, api: JetStreamApi) -> StreamInfo:
@@ -257,10 +320,11 @@ class JobWorker:
         assert self._connection
         stream, subject, name = self._source.stream, self._source.subject, self.durable
         tuning = ConsumerTuning(self.jobs.ack_wait_s, self.jobs.max_ack_pending, _MAX_WAITING, 0.0)
+        mark = fleet_metadata(self.settings.prefix, bucket_name(self.settings))
         try:
             found = await api.consumer_info(stream, name)
         except NotFound:
-            made = build_config(name, [subject], tuning, group=self.jobs.group)
+            made = build_config(name, [subject], tuning, group=self.jobs.group, metadata=mark)
             await put_consumer(self._connection, stream, made, action="create")
             _log.info(
                 f"consumer {name!r} made with max_ack_pending={self.jobs.max_ack_pending}",
@@ -268,6 +332,12 @@ class JobWorker:
                 subject=subject,
             )
             return
+        if is_foreign(found.config, mark[FLEET]):
+            raise ForeignConsumer(
+                f"consumer {name!r} of stream {stream!r} belongs to jobs whose records are in bucket "
+                f"{fleet_of(found.config)!r}, and those of these are in {mark[FLEET]!r}: they would take each "
+                f"other's messages; give these jobs another durable, or the same prefix as the others (PARTI_PREFIX)"
+            )
         if found.subjects != (subject,):
             reads = ", ".join(found.subjects) or "everything"
             raise ConfigError(
@@ -280,9 +350,9 @@ class JobWorker:
                 f"these jobs another durable, or delete that consumer"
             )
         check_update(found.config, with_group(found.config, self.jobs.group))
-        wanted = build_config(name, [subject], tuning, existing=found.config)
+        wanted = build_config(name, [subject], tuning, existing=found.config, metadata=mark)
         same = ("ack_wait", "max_ack_pending", "max_deliver", "inactive_threshold")
-        if any(found.config.get(field, 0) != wanted[field] for field in same):
+        if not fleet_of(found.config) or any(found.config.get(field, 0) != wanted[field] for field in same):
             await put_consumer(self._connection, stream, wanted, action="update")
             _log.info(f"consumer {name!r} changed to max_ack_pending={self.jobs.max_ack_pending}", stream=stream)
 

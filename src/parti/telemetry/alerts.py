@@ -111,6 +111,12 @@ def _consumers(t: Thresholds) -> Iterator[Alert]:
         severity="page",
     )
     yield Alert(
+        "PartiStalled",
+        f"{largest(series(m.stalled), *worker)} > 0 or {total(grown(series(m.stalls), 600), *worker)} > 0",
+        "Worker {{ $labels.worker }} stood still within the last ten minutes, or does",
+        severity="page",
+    )
+    yield Alert(
         "PartiDisconnected",
         f"{largest(series(m.connection_state, state='connected'), *worker)} == 0",
         "Worker {{ $labels.worker }} has no connection to NATS",

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import structlog
 
-from parti.setting_types import strip_userinfo
+from parti.model.safe_text import one_line
 
 _log = structlog.get_logger("parti.telemetry.health")
 
@@ -24,9 +24,11 @@ class Health:
     (False, {'pull': 'no heartbeat for 4 s'})
     """
 
-    __slots__ = ("_callbacks", "_lock", "_reasons")
+    __slots__ = ("_callbacks", "_lock", "_reasons", "on_task_death")
 
     def __init__(self) -> None:
+        self.on_task_death: Callable[[str], None] = lambda task: None
+        """Called with the name of each background task that has died, whether it is started again or not."""
         self._lock = threading.Lock()
         # Replaced as a whole, never changed in place: that is what makes reads without a lock safe.
         self._reasons: Mapping[str, str] = MappingProxyType({})
@@ -44,7 +46,7 @@ class Health:
 
     def raise_signal(self, name: str, reason: str) -> None:
         """Report the problem `name`; a signal raised before takes the new reason."""
-        self._replace(name, strip_userinfo(reason))
+        self._replace(name, one_line(reason))
 
     def clear(self, name: str) -> None:
         """Report that the problem `name` is over; nothing happens if it was not raised."""

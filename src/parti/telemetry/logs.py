@@ -1,4 +1,4 @@
-"""Logging set-up: structured lines on stderr, with secrets and payloads removed before anything is written."""
+"""Logging set-up: structured lines on stderr; what others wrote is made safe before anything of it is written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from parti.errors import ConfigError
-from parti.setting_types import strip_userinfo
-
-HIDDEN = "***"
+from parti.model.safe_text import HIDDEN, log_value, many_lines
 
 _HANDLER_NAME = "parti"
 _SECRET_KEY = re.compile(
@@ -22,9 +20,13 @@ _SECRET_KEY = re.compile(
     r"|(token|seed|creds|pwd)s?$|(^|_)(token|seed|creds|pwd|pass)s?(_|$)"
 )
 _NOT_SECRET_KEY = re.compile(r"fence_?token|_(file|path)$")
-_SECRET_TEXT = re.compile(r"\bS[A-Z2-7]{57}\b|\beyJ[\w-]+\.[\w-]+\.[\w-]+")  # NKey seeds and JWTs
 _PAYLOAD_KEYS = frozenset({"payload", "body"})
 _MAX_DEPTH = 6
+_MAX_VALUE = 4_000
+_MAX_TRACEBACK = 16_000
+_MAX_BITS = 256
+_LINES = frozenset({"exception", "stack"})
+"""Fields that may have several lines."""
 
 
 def configure_logging(
@@ -111,19 +113,23 @@ def _lead(_: object, __: str, event: EventDict) -> EventDict:
 
 
 def redact(_: object, __: str, event: EventDict) -> EventDict:
-    """Structlog processor that hides secrets: by the name of the field, and inside any text.
+    """Structlog processor that hides secrets, by the name of the field and inside any text, and makes texts safe.
 
+    Texts are valid UTF-8 without control characters, and bounded (`parti.model.safe_text`).
     Fields named like a secret become `***`; URLs lose their user info; seeds and JWTs inside text become `***`;
     bytes become their size, payloads vanish. Values that JSON does not know become text, so that nothing is rendered
     unseen after this point. Redacting twice changes nothing more. File names (`*_file`, `*_path`) and `fence_token`
     are not secret.
     """
-    return {key: _clean(key, value, 0) for key, value in event.items()}
+    return {_key(key): _clean(key, value, 0) for key, value in event.items()}
 
 
-def redact_text(text: str) -> str:
-    """Return `text` without user info in URLs, NKey seeds and JWTs."""
-    return _SECRET_TEXT.sub(HIDDEN, strip_userinfo(text))
+def _key(key: object) -> str:
+    return log_value(str(key), _MAX_VALUE)
+
+
+def _text(key: str, text: str) -> str:
+    return many_lines(text, _MAX_TRACEBACK) if key in _LINES else log_value(text, _MAX_VALUE)
 
 
 def _is_secret(key: str) -> bool:
@@ -141,18 +147,19 @@ def _clean(key: str, value: object, depth: int) -> object:
     if isinstance(value, bytes | bytearray | memoryview):
         return f"<{len(value)} bytes>"
     if isinstance(value, int | float):
-        return value
-    return redact_text(value) if isinstance(value, str) else _clean_object(key, value, depth)
+        # Python writes no number of more than 4,300 digits.
+        return value if isinstance(value, float) or value.bit_length() <= _MAX_BITS else "<a huge number>"
+    return _text(key, value) if isinstance(value, str) else _clean_object(key, value, depth)
 
 
 def _clean_object(key: str, value: object, depth: int) -> object:
     if depth >= _MAX_DEPTH:
         return "<too deep>"  # its text could hold secrets that only the field names tell
     if isinstance(value, Mapping):
-        return {redact_text(str(k)): _clean(str(k), v, depth + 1) for k, v in value.items()}
+        return {_key(k): _clean(str(k), v, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_clean(key, item, depth + 1) for item in value]
     try:
-        return redact_text(repr(value) if isinstance(value, BaseException) else str(value))
+        return _text(key, repr(value) if isinstance(value, BaseException) else str(value))
     except Exception as error:  # a broken __str__ must not break the line
         return f"<{type(value).__name__}: {type(error).__name__}>"

@@ -16,8 +16,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from parti.core.fleet_view import FleetState
+from parti.core.stall import StallKind
 from parti.model.fleet import ROLES
 from parti.telemetry.instruments import Counter, Gauge, Histogram, Instrument, LabelledCounter, StateGauge
+from parti.telemetry.refusals import KINDS, Refusals
 from parti.version import __version__
 
 PULL_STATUS: Mapping[int, str] = MappingProxyType(
@@ -234,6 +236,21 @@ class Metrics(Collector):
             )
         )
         self.reconnects = add(Counter("parti_reconnects_total", "Times the connection came back."))
+        self.stalled = add(
+            Gauge("parti_stalled", "1 while this worker should make progress and makes none; see `stall_after_s`.")
+        )
+        self.stalls = add(
+            LabelledCounter(
+                "parti_stalls_total", "Times this worker was found to stand still.", "kind", tuple(StallKind)
+            )
+        )
+        self.task_deaths = add(
+            LabelledCounter(
+                "parti_task_deaths_total",
+                "Anomaly: background tasks that died of an error that nobody had foreseen, restarted or not.",
+                "task",
+            )
+        )
         self.build_info = add(
             StateGauge("parti_build_info", "Always 1; the label tells the version.", "version", (__version__,))
         )
@@ -283,6 +300,16 @@ class Metrics(Collector):
             )
         )
         self.claim_failures = add(Counter("parti_claim_failures_total", "Claims that somebody else had changed."))
+        self.records_refused = add(
+            LabelledCounter(
+                "parti_records_refused_total",
+                "Values in the bucket, or in the history, that are not the record that belongs there.",
+                "kind",
+                KINDS,
+            )
+        )
+        self.refusals = Refusals(self.records_refused)
+        """Where readers report them."""
         self.history_lost = add(
             Counter("parti_history_lost_total", "Changes of owners that could not be recorded for `parti explain`.")
         )

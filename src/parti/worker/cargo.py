@@ -98,7 +98,7 @@ class Cargo:
         if not self._drops_late:
             return
         # Whoever asked had to wait for an answer, and some may be wanted again meanwhile.
-        wanted = self.wanted.partitions.keys() | self._wanted_incoming.partitions.keys()
+        wanted = self.wanted.partitions.keys() | self._wanted_incoming.partitions.keys() | self._shards.kept
         for subject in subjects:
             try:
                 partition = self._template.parse(subject)

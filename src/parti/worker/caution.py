@@ -18,10 +18,13 @@ import structlog
 
 from parti.core.lane import Lane, Phase
 from parti.model.fleet import Grant
+from parti.telemetry.health import Health
+from parti.telemetry.tasks import Supervised, report_death, retried, supervise
 from parti.worker.failures import log_fields
 from parti.worker.lanes import Lanes
 
 _log = structlog.get_logger("parti.caution")
+_TASK = "caution"
 _RETRY_S = 0.5
 _LOOK_S = 0.002
 """How soon to look again whether a message can be tried alone now, or has been."""
@@ -30,15 +33,18 @@ _LOOK_S = 0.002
 class Caution:
     """Holds the lanes of partitions whose last owner died until what they are about to start is noted."""
 
-    def __init__(self, lanes: Lanes, store: Callable[[], Awaitable[bool]], *, limit: int) -> None:
+    def __init__(
+        self, lanes: Lanes, store: Callable[[], Awaitable[bool]], health: Health | None = None, *, limit: int
+    ) -> None:
         self._lanes = lanes
         self._store = store
+        self._health = health
         self._limit = limit
         self._suspects: dict[str, tuple[int, int]] = {}
         self._waiting: set[Lane] = set()
         self._alone = ""
         """The partition whose message is tried alone."""
-        self._noting: asyncio.Task[None] | None = None
+        self._noting: Supervised | None = None
         lanes.on_held = self._held
 
     def take(self, grants: Mapping[str, Grant]) -> None:
@@ -64,7 +70,7 @@ class Caution:
             return
         self._waiting.add(lane)
         if self._noting is None or self._noting.done():
-            self._noting = asyncio.get_running_loop().create_task(self._note())
+            self._noting = supervise(self._note, _TASK, self._health)
 
     async def _note(self) -> None:
         while self._waiting:
@@ -76,10 +82,14 @@ class Caution:
                 continue
             self._waiting -= noted.keys()
             self._lanes.trying.update({lane.ownership.partition.id: seq for lane, seq in noted.items()})
-            while not await self._store():  # noqa: ASYNC110 - each turn is another attempt, nothing to wait for
+            # Whatever the store raises: nobody else starts what is held here.
+            while not await retried(self._store, _TASK, self._health):  # noqa: ASYNC110 - each turn is another attempt
                 await asyncio.sleep(_RETRY_S)
             for lane, seq in noted.items():
-                self._begin(lane, seq)
+                try:
+                    self._begin(lane, seq)
+                except Exception as error:
+                    report_death(_TASK, error, self._health, "could not start a message; others go on")
 
     def _choose(self) -> dict[Lane, int]:
         """The heads to note now: all that wait, or one that is to be tried alone; none while that has to wait."""

@@ -19,13 +19,16 @@ it matters how far reading has got, the consumer is asked that brings the partit
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
+
+import structlog
 
 from parti.config import Settings
 from parti.core.filters import FilterSet, diff_filters
 from parti.core.progress import Progress, summarise
 from parti.core.retention import INTEREST, retention_named
-from parti.errors import ConfigError
+from parti.errors import ConfigError, PartiError
 from parti.jetstream.api import StreamInfo
 from parti.model.partition import PartitionLike, Template
 from parti.worker.cargo import Cargo
@@ -36,8 +39,11 @@ from parti.worker.shards import Shards
 from parti.worker.standby import can_be_pinned
 from parti.worker.starts import Granted, Starts
 from parti.worker.succession import Succession
+from parti.worker.unowned import Unowned
 from parti.worker.updates import Updates
 from parti.worker.vehicle import ConsumerPorts, Vehicle
+
+_log = structlog.get_logger("parti.consumer")
 
 _FAR_AHEAD = 10_000
 """Sequences by which a shard is ahead of the slowest one when that is worth a place in the record."""
@@ -65,6 +71,7 @@ class WorkerConsumer:
         """It is known where each partition begins; before, the lanes' floor means nothing."""
         self._ports = ports
         self._worker_id = settings.worker_id
+        self._look_s = settings.stall_after_s
         self._retention = retention_named(stream.retention)
         only_new = settings.start == "new"
         self._starts = starts = Starts(
@@ -72,6 +79,7 @@ class WorkerConsumer:
         )
         self.shards = shards = Shards(ports, settings, template, starts, self._prepare, one_filter=each_subject)
         self._cargo = cargo = Cargo(ports, settings, template, starts, shards)
+        self._unowned = Unowned(ports, template, starts, shards, cargo)
         feeds = self._retention.keeps and settings.ordered
         self._handling = handling = Handling(ports, starts, shards, cargo, feeds=feeds, each_subject=each_subject)
         self._sessions = Sessions(ports, starts, shards, cargo, handling, each_subject=each_subject)
@@ -102,6 +110,11 @@ class WorkerConsumer:
     def subjects(self) -> tuple[str, ...]:
         """The subjects that are being handled."""
         return self._handling.owned.subjects
+
+    def follow(self, stream: StreamInfo) -> None:
+        """Learn which subjects the stream has now; one that was made anew is noticed elsewhere."""
+        if stream.created == self._starts.stream.created:
+            self._starts.stream = stream
 
     def grant(self, granted: Granted) -> None:
         """Say where partitions begin that others have had, and which ones to get ready for."""
@@ -172,11 +185,28 @@ class WorkerConsumer:
         self._cargo.want(self._cargo.build(partitions))
         await self._updates.bring_about()
 
+    def note_acknowledged(self, now_s: float) -> None:
+        """Note how far all is acknowledged, on every consumer."""
+        for vehicle in self.shards.vehicles:
+            vehicle.note_acknowledged(now_s)
+
+    async def watch(self) -> None:
+        """Look from time to time whether the consumers are still as they should be, until cancelled."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            for vehicle in list(self.shards.vehicles):
+                try:
+                    await self._sessions.verify(vehicle)
+                except PartiError as error:
+                    _log.debug("cannot look at a consumer, will try again", consumer=vehicle.name, error=str(error))
+
     async def tidy_up(self) -> None:
         """Give up holds and partitions of an earlier process that are no longer needed here."""
         for vehicle in self.shards.vehicles:
             await vehicle.release_holds()
-        if await self._cargo.drop_leftovers():
+        await self._unowned.release()
+        dropped = await self._cargo.drop_leftovers()
+        if await self._unowned.keep() or dropped:
             await self.update_worker_consumer(self._worker_id, self._cargo.wanted.partitions.values())
 
     # ── the record ────────────────────────────────────────────────────────────────────────────────────────────

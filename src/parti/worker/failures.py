@@ -7,15 +7,18 @@ waits. What fails at present can be asked for, for the heartbeat.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import structlog
 
 from parti.core.lane import Lane, Phase
 from parti.core.retry import GiveUp, HandlerTimeout, RetryPolicy, TryAgain, after_failure, describe
+from parti.core.tracebacks import traceback_of
 from parti.model.message import Message
+from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import Supervised, supervise
 
 _log = structlog.get_logger("parti.lanes")
 _MOST_FAILING = 100
@@ -24,8 +27,8 @@ _MOST_FAILING = 100
 class DeadLetters(Protocol):
     """Where messages go that no attempt could handle."""
 
-    async def send(self, message: Message, reason: str) -> None:
-        """Return only when the message is stored; keep trying until then."""
+    async def send(self, message: Message, reason: str, traceback: str = "") -> None:
+        """Return only when the message is stored; keep trying until then. `traceback`: of its last attempt."""
 
 
 class Retries(Protocol):
@@ -45,13 +48,15 @@ class Failures:
     """Decides after each failure, sends dead letters and remembers what fails now, of so many partitions."""
 
     def __init__(self, lanes: Retries, policy: RetryPolicy, dead_letters: DeadLetters, metrics: Metrics) -> None:
+        self.health: Health | None = None
+        """Told of dead letters that fail in a way that nobody has foreseen."""
         self._lanes = lanes
         self._policy = policy
         self._dead_letters = dead_letters
         self._metrics = metrics
         self._failing: dict[str, tuple[int, str]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
+        self._tasks: set[Supervised] = set()
+        self._burying: set[Lane] = set()
 
     def failed(self, lane: Lane, message: Message, error: BaseException) -> None:
         """The handler of a message raised: have it tried again, or dead-letter it."""
@@ -60,18 +65,27 @@ class Failures:
             self._metrics.handler_failures.inc("timeout")
         if isinstance(decision, GiveUp):
             self._metrics.handler_failures.inc(decision.outcome)
-            self._spawn(self._bury(lane, message, decision.reason))
+            self._bury_soon(lane, message, decision.reason, traceback_of(error))
         else:
             self._metrics.handler_failures.inc("retry")
             self._note(message, describe(error))
             _log.warning(
-                "handler failed, will retry", error=describe(error), delay_s=decision.delay_s, **log_fields(message)
+                "handler failed, will retry",
+                error=describe(error),
+                delay_s=decision.delay_s,
+                **log_fields(message),
+                **trace_field(traceback_of(error)),
             )
             self._lanes.try_again(lane, message, decision)
 
     def failed_after_release(self, message: Message, error: BaseException) -> None:
         """The handler of a message raised that is somebody else's by now: only say so."""
-        _log.warning("handler failed after its partition was released", error=describe(error), **log_fields(message))
+        _log.warning(
+            "handler failed after its partition was released",
+            error=describe(error),
+            **log_fields(message),
+            **trace_field(traceback_of(error)),
+        )
 
     def overdue(self, lane: Lane, running_s: float) -> None:
         """A handler that cannot be interrupted has run longer than it should: say so."""
@@ -106,18 +120,23 @@ class Failures:
     def bury_head(self, lane: Lane, reason: str) -> None:
         """Dead-letter the head of a lane that is held, without starting it."""
         lane.phase = Phase.RUNNING
-        self._spawn(self._bury(lane, lane.waiting[0], reason))
+        self._bury_soon(lane, lane.waiting[0], reason)
 
-    async def _bury(self, lane: Lane, message: Message, reason: str) -> None:
-        await self._dead_letters.send(message, reason)
+    def buries(self, lane: Lane) -> bool:
+        """Whether the head of a lane is on its way to the dead-letter stream."""
+        return lane in self._burying
+
+    def _bury_soon(self, lane: Lane, message: Message, reason: str, traceback: str = "") -> None:
+        self._burying.add(lane)
+        supervise(partial(self._bury, lane, message, reason, traceback), "dead-letter", self.health, keep=self._tasks)
+
+    async def _bury(self, lane: Lane, message: Message, reason: str, traceback: str) -> None:
+        # Whatever the stream raises: until the letter is stored, the lane does not go on.
+        await self._dead_letters.send(message, reason, traceback)
+        self._burying.discard(lane)
         self._metrics.dead_letters.inc()
-        _log.error("message dead-lettered", reason=reason, **log_fields(message))
+        _log.error("message dead-lettered", reason=reason, **log_fields(message), **trace_field(traceback))
         self._lanes.buried(lane, message)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def settle_dead_letters(self) -> None:
         """Wait for dead letters that are on their way."""
@@ -139,3 +158,8 @@ def log_fields(message: Message) -> dict[str, object]:
         "partition": message.partition.id,
         "attempt": message.attempt,
     }
+
+
+def trace_field(traceback: str) -> dict[str, str]:
+    """The field of a log line that shows a traceback, if there is one."""
+    return {"exception": traceback} if traceback else {}

@@ -18,6 +18,8 @@ from parti.core.consumer_config import HOLD, NANOSECONDS
 from parti.errors import NotFound
 from parti.jetstream.api import ConsumerInfo, JetStreamApi
 
+UNOWNED = "parti.unowned"
+"""Metadata of a hold: nobody owns its partitions."""
 _log = structlog.get_logger("parti.holds")
 
 
@@ -33,7 +35,10 @@ class Holds:
         self._consumer = consumer
         self._keep_s = keep_s
         self._metadata = dict(metadata)
-        self._until: dict[str, int] = {}
+        self._until: dict[str, int | None] = {}
+        """Up to where all has to be acknowledged; None: what it was taken for has not been done yet."""
+        self.kept: dict[str, tuple[str, ...]] = {}
+        """Holds of partitions that nobody owns, and their subjects: kept until somebody carries them."""
 
     @property
     def any(self) -> bool:
@@ -44,10 +49,35 @@ class Holds:
         """Take up what an earlier process has left."""
         mine = f"{self._consumer}{HOLD}"
         for name in await self._api.consumer_names(self._stream):
-            if name.startswith(mine):
+            if not name.startswith(mine):
+                continue
+            try:
+                info = await self._api.consumer_info(self._stream, name)
+            except NotFound:
+                continue
+            if UNOWNED in (info.config.get("metadata") or {}):
+                self.kept[name] = info.subjects
+            else:
                 self._until.setdefault(name, last_seq)
 
-    async def take(self, subjects: Sequence[str], seq: int) -> str:
+    async def keep(self, subjects: Sequence[str], seq: int) -> None:
+        """Hold on to everything on these subjects from a sequence on, for whoever is going to own them."""
+        name = await self.take(subjects, seq, **{UNOWNED: "true"})
+        del self._until[name]
+        self.kept[name] = tuple(sorted(subjects))
+        _log.info("keeps the messages of partitions that nobody owns", hold=name, subjects=sorted(subjects)[:20])
+
+    async def give_up(self, name: str) -> None:
+        """Others carry what was kept."""
+        await self._remove(name)
+        self.kept.pop(name, None)
+
+    def own(self, name: str, last_seq: int) -> None:
+        """This worker carries what was kept: the hold is needed until all of it is acknowledged."""
+        self.kept.pop(name, None)
+        self._until[name] = last_seq
+
+    async def take(self, subjects: Sequence[str], seq: int, **said: str) -> str:
         """Hold on to everything on these subjects from a sequence on; returns the name of the hold."""
         name = f"{self._consumer}{HOLD}{uuid.uuid4().hex[:8]}"
         config = {
@@ -59,21 +89,29 @@ class Holds:
             "filter_subjects": sorted(subjects),
             "inactive_threshold": int(self._keep_s * NANOSECONDS),
             "num_replicas": 0,
-            **({"metadata": self._metadata} if self._metadata else {}),
+            "metadata": {**self._metadata, **said},
         }
-        self._until[name] = 0
+        self._until[name] = None
         await self._api.put_consumer(self._stream, config, action="create")
         return name
 
-    def until(self, name: str, seq: int) -> None:
-        """A hold is needed until everything up to this sequence has been acknowledged."""
-        self._until[name] = seq
+    @property
+    def fresh(self) -> bool:
+        """Whether there are holds of which it is not known how long they are needed."""
+        return None in self._until.values()
+
+    def settle(self, last_seq: int) -> None:
+        """The consumer carries what they were taken for, attempts that failed before included.
+
+        They are needed until everything up to this sequence has been acknowledged.
+        """
+        self._until = {name: last_seq if until is None else until for name, until in self._until.items()}
 
     async def release(self, info: ConsumerInfo) -> None:
         """Remove the holds that the state of the worker's consumer makes needless."""
         all_done = not info.ack_pending and not info.pending
         for name, until in list(self._until.items()):
-            if until and (all_done or info.ack_floor >= until):
+            if until is not None and (all_done or info.ack_floor >= until):
                 await self._remove(name)
                 del self._until[name]
                 _log.debug("a hold is released", hold=name)

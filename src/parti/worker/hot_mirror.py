@@ -12,12 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import structlog
 
 from parti.config import Settings
 from parti.core.hot_mirror import Advice, Chooser, Look, MirrorState, Move, mirror_config
-from parti.errors import ApiError, NotFound, PartiError, PermissionDenied, RequestTimeout
+from parti.errors import ApiError, DecodeError, NotFound, PartiError, PermissionDenied, RequestTimeout
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.mirror import Mirror
 from parti.model.fleet import MirrorRecord, decode
@@ -139,8 +138,9 @@ class HotMirror:
         entry = await self._store().get(KEY)
         try:
             record = decode(entry.value, MirrorRecord) if entry and entry.value else None
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise ApiError(0, f"the record {KEY!r} in the bucket is unreadable; delete it: {error}") from None
+        except DecodeError as error:
+            self._metrics.refusals.note(KEY, entry.revision if entry else 0, error, "the stream itself is read")
+            raise
         return (
             record if record and record.stream_created == self._created else MirrorRecord(stream_created="", trim=0)
         )

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import structlog
 
@@ -29,6 +29,8 @@ from parti.worker.roster import Roster
 
 _log = structlog.get_logger("parti.lanes")
 _now = time.time
+_RECOVERY_S = 1.0
+_COPIES = 5
 
 # Looked up for every message: a global is cheaper than an attribute of an enum.
 _ACCEPTED, _IDLE, _HELD, _READY, _CLOSED = Verdict.ACCEPTED, Phase.IDLE, Phase.HELD, Phase.READY, Phase.CLOSED
@@ -238,6 +240,66 @@ class Lanes:
         else:
             self.failures.failed(lane, message, error)
 
+    def recover(self, lane: Lane, error: BaseException, *, more: bool = False) -> None:
+        """Something of ours broke while an outcome was settled: say so, and let the lane go on after a moment.
+
+        What was finished stays finished; what was not is handled again. `more`: a runner still works on the lane.
+        """
+        _log.error(
+            "an outcome could not be settled; the partition goes on",
+            partition=lane.ownership.partition.id,
+            position=lane.position,
+            exc_info=error,
+        )
+        if more:
+            return
+        if lane.phase is _CLOSED:
+            self.abandon(lane)
+        elif lane.phase is Phase.RUNNING:
+            lane.phase = Phase.BACKOFF
+            self._loop.call_later(_RECOVERY_S, self._backoff_over, lane)
+
+    def front(self) -> Lane | None:
+        """The lane whose head is started next; None when nothing is ready."""
+        for _ in range(_COPIES):
+            try:
+                return next((lane for lane in list(self.ready) if lane.phase is _READY and lane.waiting), None)
+            except RuntimeError:  # a thread took one while the others were copied
+                continue
+        return None
+
+    def orphans(self, at_work: Container[Lane]) -> list[Lane]:
+        """Lanes that wait for something that nobody does: a handler that does not run, or leave to go on."""
+        return [
+            lane
+            for lane in (*self.running_lanes(), *(lane for lane in self.roster.all() if lane.phase is _HELD))
+            if lane.waiting
+            and lane not in at_work
+            and not self.failures.buries(lane)
+            and not (lane.incoming or lane.pausing)
+        ]
+
+    def readopt(self, lane: Lane) -> None:
+        """Let a lane go on that waits for something that nobody does."""
+        if lane.phase is _HELD:
+            self.wake(lane)
+        else:
+            self.recover(lane, RuntimeError("no runner works on it"))
+
+    def runner_died(self, lane: Lane | None, error: BaseException) -> None:
+        """A runner died, with the handler of a lane (None: between two handlers): say so; the message has failed."""
+        _log.error(
+            "a runner died; another one takes its place",
+            partition=lane.ownership.partition.id if lane else None,
+            exc_info=error,
+        )
+        if lane is None or not lane.waiting:
+            return
+        try:
+            self.failed(lane, error, time.perf_counter() - lane.started_s)
+        except Exception as broken:
+            self.recover(lane, broken)
+
     def try_again(self, lane: Lane, message: Message, decision: TryAgain) -> None:
         """Have the message handled again after a delay; its lane waits."""
         lane.phase = Phase.BACKOFF
@@ -246,9 +308,12 @@ class Lanes:
 
     def _backoff_over(self, lane: Lane) -> None:
         if lane.phase is Phase.BACKOFF:
-            lane.phase = Phase.READY
-            self.ready.append(lane)
-            self.on_ready()
+            lane.phase = Phase.READY if lane.waiting else Phase.IDLE
+            if lane.waiting:
+                self.ready.append(lane)
+                self.on_ready()
+            elif lane.parked:
+                self.on_starved(lane)
 
     def still_fails(self, partition_id: str, seq: int) -> bool:
         """Whether a message that has failed is still to be handled here."""

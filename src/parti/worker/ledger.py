@@ -19,6 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TypeAlias
 
@@ -32,7 +33,7 @@ from parti.model.message import Ownership
 from parti.model.subjects import within
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
-from parti.telemetry.tasks import watched
+from parti.telemetry.tasks import Supervised, report_death, supervise
 from parti.worker.acks import AckWriter
 
 _log = structlog.get_logger("parti.ledger")
@@ -42,7 +43,7 @@ Row: TypeAlias = tuple[Ownership, int, int, float, float, float, int]
 
 What is needed of a message, taken while it is at hand: to keep it would cost more than the rest of the ledger."""
 
-_SIGNAL = "ledger"
+_SIGNAL = _TASK = "ledger"
 _EVERY_S = 0.05
 """Longest time that a row, and the acknowledgement with it, waits for others."""
 _MOST_ROWS = 500
@@ -192,8 +193,8 @@ class Ledger:
         self._ledger_stream = ledger_stream_of(settings, stream)
         self._max_payload = max_payload - _ROOM
         self._pending: deque[_Pending] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._sealing: asyncio.Task[None] | None = None
+        self._tasks: set[Supervised] = set()
+        self._sealing: Supervised | None = None
         self._loop = asyncio.get_running_loop()
         self._wall_s = _wall_offset_s()
         self._stuck = False
@@ -210,7 +211,7 @@ class Ledger:
         """Begin the chain: until its first batch is stored, nothing is started."""
         self._chain.stream_created = stream_created
         if self._sealing is None:
-            self._sealing = watched(self._keep_sealing(), "ledger", self._health)
+            self._sealing = supervise(self._keep_sealing, _TASK, self._health)
         if not self._chain.number:
             self._be_stuck(True)
             self._publish_soon([], [])
@@ -291,9 +292,7 @@ class Ledger:
         done: asyncio.Future[None] = self._loop.create_future()
         pending = _Pending(message_id, payload, len(rows), replies, time.perf_counter(), before, done)
         self._pending.append(pending)
-        task = self._loop.create_task(self._publish(pending))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        supervise(partial(self._store, pending), _TASK, self._health, keep=self._tasks)
         if len(self._pending) > _MOST_BATCHES:
             self._be_stuck(True)
 
@@ -326,6 +325,11 @@ class Ledger:
 
     # ── storing ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def _store(self, pending: _Pending) -> None:
+        """Publish a batch until it is stored; all later ones wait for it, so nothing may end this before."""
+        await self._publish(pending)
+        self._stored(pending)
+
     async def _publish(self, pending: _Pending) -> None:
         headers = {"Nats-Msg-Id": pending.message_id, "Nats-Expected-Stream": self._ledger_stream}
         delay_s = _RETRY_MIN_S
@@ -342,7 +346,6 @@ class Ledger:
                 self._failed(error)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
             delay_s = min(2 * delay_s, _RETRY_MAX_S)
-        self._stored(pending)
 
     def _failed(self, error: Exception) -> None:
         self._metrics.ledger_failures.inc()
@@ -365,10 +368,13 @@ class Ledger:
         metrics.ledger_duration.observe(time.perf_counter() - pending.sealed_s)
         while self._pending and self._pending[0].stored:
             first = self._pending.popleft()
-            if first.replies:
-                self.acks.direct.ack_all(first.replies)
             if not first.done.done():
                 first.done.set_result(None)
+            try:
+                if first.replies:
+                    self.acks.direct.ack_all(first.replies)
+            except Exception as error:  # they are delivered again and recognised; later batches must not wait
+                report_death(_TASK, error, self._health, "could not acknowledge, and goes on", signals=False)
         if self._trouble and not any(other.failing for other in self._pending):
             self._trouble = False
             self._health.clear(_SIGNAL)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 
@@ -20,7 +21,10 @@ from parti.core.lane import Lane, Phase, hogs_among, lanes_to_park
 from parti.errors import PartiError
 from parti.jetstream.backlog import BacklogReader
 from parti.model.message import Message, StoredMessage
+from parti.model.safe_text import may_be_bytes
+from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import Supervised, retried, supervise
 from parti.worker.lanes import Lanes
 
 _log = structlog.get_logger("parti.parking")
@@ -50,6 +54,7 @@ class Parking:
         backlog: BacklogReader,
         store: Callable[[], Awaitable[bool]],
         metrics: Metrics,
+        health: Health | None = None,
         *,
         limit: int,
     ) -> None:
@@ -57,25 +62,29 @@ class Parking:
         self._backlog = backlog
         self._store = store
         self._metrics = metrics
+        self._health = health
         self._limit = limit
         self._turns = asyncio.Semaphore(_READS_AT_ONCE)
-        self._feeding: dict[Lane, asyncio.Task[None]] = {}
+        self._feeding: dict[Lane, Supervised] = {}
         self._hogs: set[Lane] = set()
         lanes.on_starved = self._feed_soon
 
     async def run(self) -> None:
-        """Look after the lanes until cancelled."""
+        """Look after the lanes until cancelled; nothing but that ends it."""
         try:
-            while True:
-                await asyncio.sleep(_LOOK_INTERVAL_S)
-                if self._lanes.held * 2 >= self._limit:
-                    chosen = lanes_to_park(self._stuck(), held=self._lanes.held, limit=self._limit)
-                    if chosen:
-                        await self._park(chosen, "does not move")
-                await self._park_hogs()
+            await retried(self._look_after, "parking", self._health)
         finally:
             for task in self._feeding.values():
                 task.cancel()
+
+    async def _look_after(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            if self._lanes.held * 2 >= self._limit:
+                chosen = lanes_to_park(self._stuck(), held=self._lanes.held, limit=self._limit)
+                if chosen:
+                    await self._park(chosen, "does not move")
+            await self._park_hogs()
 
     async def _park_hogs(self) -> None:
         """Park what has taken the room of others at two looks in a row: a burst is nothing to worry about."""
@@ -103,7 +112,8 @@ class Parking:
     async def _park(self, stuck: list[Lane], why: str) -> None:
         """Let go of what waits in these lanes, once their positions are stored."""
         let_go: list[tuple[Lane, list[Message]]] = []
-        for lane in stuck:
+        # Nobody can ask the server for a subject that is no text: such a lane keeps what it has.
+        for lane in (lane for lane in stuck if not may_be_bytes(lane.ownership.partition.subject)):
             let_go.append((lane, self._lanes.park(lane)))
             self._metrics.parked.inc()
             _log.warning(
@@ -111,7 +121,8 @@ class Parking:
                 partition=lane.ownership.partition.id,
                 position=lane.position,
             )
-        while not await self._store():  # noqa: ASYNC110 - each turn is another attempt, nothing to wait for
+        # Whatever the store raises: what was parked here is let go by nobody else.
+        while not await retried(self._store, "parking", self._health):  # noqa: ASYNC110 - each turn is another attempt
             await asyncio.sleep(_RETRY_S)
         for lane, messages in let_go:
             self._lanes.let_go(lane, messages)
@@ -120,10 +131,11 @@ class Parking:
         # Asked for again as soon as the lane has run empty: the last task may have ended without being cleared away.
         task = self._feeding.get(lane)
         if task is None or task.done():
-            task = self._feeding[lane] = asyncio.create_task(self._feed(lane))
+            # Nobody asks for a lane a second time while it is empty, so its feeding must not end before it is fed.
+            task = self._feeding[lane] = supervise(partial(self._feed, lane), "feeding", self._health)
             task.add_done_callback(self._fed)
 
-    def _fed(self, task: asyncio.Task[None]) -> None:
+    def _fed(self, task: asyncio.Future[None]) -> None:
         self._feeding = {lane: other for lane, other in self._feeding.items() if other is not task}
 
     async def _feed(self, lane: Lane) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -11,7 +12,7 @@ import msgspec
 import structlog
 
 from parti.core.progress import Progress, decode_progress, encode_progress
-from parti.errors import PartiError, WrongRevision
+from parti.errors import DecodeError, PartiError, WrongRevision
 from parti.jetstream.api import StreamInfo
 from parti.jetstream.kv import Entry
 from parti.telemetry.health import Health
@@ -19,6 +20,8 @@ from parti.telemetry.metrics import Metrics
 
 _log = structlog.get_logger("parti.progress")
 _SIGNAL = "progress"
+REWRITTEN_S = 60.0
+"""Positions that do not change are stored this often all the same: somebody may have overwritten the record."""
 
 
 class ProgressStore(Protocol):
@@ -55,6 +58,7 @@ class ProgressKeeper:
         self._revision = 0
         self._lock = asyncio.Lock()
         self._written: Progress | None = None
+        self._written_s = 0.0
 
     async def continues(self, store: ProgressStore, incarnation: int) -> bool:
         """Go on under another lease; False when somebody else has written the record since."""
@@ -66,8 +70,10 @@ class ProgressKeeper:
             return True
         try:
             ours = decode_progress(entry.value).writer == self._writer
-        except (msgspec.ValidationError, msgspec.DecodeError):
-            return False
+        except DecodeError as error:
+            # Whoever wrote that was no worker: what is known here is still the newest.
+            self._metrics.refusals.note(self._key, entry.revision, error, "it is written again")
+            self._written, ours = None, True
         self._revision = entry.revision
         return ours
 
@@ -82,8 +88,9 @@ class ProgressKeeper:
             return fresh
         try:
             found = decode_progress(entry.value)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            _log.error("progress record is unreadable and ignored", key=self._key, error=str(error))
+        except DecodeError as error:
+            then = "partitions begin where their claims say, or where the consumer has stopped"
+            self._metrics.refusals.note(self._key, entry.revision, error, then)
             return fresh
         if (found.stream, found.stream_created) != (stream.name, stream.created):
             _log.warning(
@@ -106,7 +113,7 @@ class ProgressKeeper:
 
     async def _save(self, summarise: Callable[[str], Progress], *, again: bool = False) -> bool:
         progress = msgspec.structs.replace(summarise(self._writer), incarnation=self._incarnation, closed=self.closed)
-        if progress == self._written:
+        if progress == self._written and time.monotonic() - self._written_s < REWRITTEN_S:
             return True
         if self.durable and not await self.durable():
             return False
@@ -116,10 +123,12 @@ class ProgressKeeper:
             if not again and await self._adopt():
                 return await self._save(summarise, again=True)
             return False
-        except PartiError as error:
-            self._failed(f"positions cannot be stored: {error}")
+        except Exception as error:  # whatever it is, others wait for these positions: it is tried again
+            if not isinstance(error, PartiError):
+                _log.exception("positions cannot be stored because of an error that nobody has foreseen")
+            self._failed(f"positions cannot be stored: {error if isinstance(error, PartiError) else repr(error)}")
             return False
-        self._written = progress
+        self._written, self._written_s = progress, time.monotonic()
         self._metrics.progress_writes.inc()
         self._health.clear(_SIGNAL)
         return True
@@ -130,7 +139,10 @@ class ProgressKeeper:
             entry = await self._store.get(self._key)
             self._revision = entry.revision if entry else 0
             foreign = entry and entry.value and decode_progress(entry.value).writer != self._writer
-        except (PartiError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        except DecodeError as error:
+            self._metrics.refusals.note(self._key, self._revision, error, "it is written again")
+            return True
+        except PartiError as error:
             self._failed(f"positions cannot be stored: {error}")
             return False
         if foreign:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import structlog
 
 from parti.config import Settings
 from parti.core.hot_mirror import OFF, mirror_name, why_not
+from parti.core.lane import Phase
 from parti.core.lease import NEVER_S
 from parti.core.retry import RetryPolicy
+from parti.core.stall import Stall, StallKind
 from parti.errors import PartiError
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.backlog import BacklogReader
@@ -23,7 +27,7 @@ from parti.jetstream.wire import Wire
 from parti.model.partition import PartitionLike, Template
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
-from parti.telemetry.tasks import watched
+from parti.telemetry.tasks import Supervised, supervise
 from parti.telemetry.tracing import traced
 from parti.worker.acks import AckWriter
 from parti.worker.caution import Caution
@@ -48,8 +52,11 @@ from parti.worker.widening import Narrow, Widening
 
 _log = structlog.get_logger("parti.reader")
 
-SIGNALS = ("pull", "progress", "consumer-update", "ledger", "state")
+SIGNALS = ("pull", "progress", "consumer-update", "ledger", "state", "task-")
 """What the names of health signals begin with that are about reading and storing."""
+
+_SLOW = 3
+"""A state may take some times as long as a stall: it may be large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,7 @@ class Reader:
         incarnation: int = 0,
         entitled: Callable[[], bool] = lambda: True,
         safe_elsewhere: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None,
+        wait_for_room: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None,
         outpinned: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`entitled` tells whether the worker id is still held; `incarnation` counts its holders.
@@ -94,6 +102,7 @@ class Reader:
         assert settings.worker_id
         self.entitled = entitled
         self._safe_elsewhere = safe_elsewhere
+        self._wait_for_room = wait_for_room
         self._outpinned = outpinned
         self.settings = settings
         self.worker_id = settings.worker_id
@@ -103,13 +112,16 @@ class Reader:
             store, settings.worker_id, ports.metrics, ports.health, incarnation=incarnation
         )
         self._store = store
-        self._upkeep: list[asyncio.Task[None]] = []
+        self._stores = 0
+        """Times that positions were to be stored, with or without success."""
+        self._upkeep: list[Supervised] = []
         self._consumer: WorkerConsumer | None = None
         self._hot: HotMirror | None = None
         self._backlog: BacklogReader | None = None
         self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
         self._ledger = self._make_ledger()
         self._lanes = self._make_lanes()
+        self._lanes.failures.health = ports.health
         self._signs = Signs(self._lanes, ports.metrics)
         self._meter: LoadMeter | None = None
         if ports.measures:
@@ -120,7 +132,7 @@ class Reader:
                 incarnation=incarnation,
                 window_s=settings.load_window_s,
             )
-        self._caution = Caution(self._lanes, self.store_progress, limit=settings.crash_limit)
+        self._caution = Caution(self._lanes, self.store_progress, ports.health, limit=settings.crash_limit)
         self._stateful: StatefulPartitions | None = None
         if ports.states and pointers:
             keeper = StateKeeper(cast("StatefulHandler", ports.handler), ports.states, pointers)
@@ -132,6 +144,7 @@ class Reader:
                 worker_id=settings.worker_id,
                 stream_created=self._stream_created,
                 checkpoint_interval_s=settings.checkpoint_interval_s,
+                slow_after_s=_SLOW * settings.stall_after_s,
             )
         if self._ledger:
             self._progress.durable = self._ledger.durable
@@ -217,6 +230,7 @@ class Reader:
                 self._is_entitled,
                 self._on_new_stream,
                 self._safe_elsewhere,
+                self._wait_for_room,
                 self._stateful,
                 self._ledger.durable if self._ledger else None,
                 self._hot,
@@ -238,8 +252,10 @@ class Reader:
             if settings.ordered and ports.stream.retention == "limits":
                 limit = int(settings.backpressure * settings.max_ack_pending)
                 self._backlog = BacklogReader(ports.api, ports.wire, stream, connection=ports.connection)
-                parking = Parking(self._lanes, self._backlog, self.store_progress, ports.metrics, limit=limit)
-                self._upkeep.append(watched(parking.run(), "parking", ports.health))
+                parking = Parking(
+                    self._lanes, self._backlog, self.store_progress, ports.metrics, ports.health, limit=limit
+                )
+                self._upkeep.append(supervise(parking.run, "parking", ports.health))
             await consumer.start(partitions)
         except BaseException:
             self._consumer = None
@@ -247,23 +263,24 @@ class Reader:
             await self._end_upkeep()
             raise
         self._upkeep += [
-            watched(self._keep_alive(), "keep-alive", ports.health),
-            watched(self._keep_progress(), "progress", ports.health),
+            supervise(self._keep_alive, "keep-alive", ports.health),
+            supervise(self._keep_progress, "progress", ports.health),
+            supervise(consumer.watch, "consumer-watch", ports.health),
         ]
         if settings.metrics_port is not None:
-            self._upkeep.append(watched(keep_lag(consumer.shards, ports.metrics.lag), "lag", ports.health))
+            self._upkeep.append(supervise(partial(keep_lag, consumer.shards, ports.metrics.lag), "lag", ports.health))
         if self._stateful:
-            self._upkeep.append(watched(self._stateful.run(), "checkpoints", ports.health))
+            self._upkeep.append(supervise(self._stateful.run, "checkpoints", ports.health))
         if self._meter:
-            self._upkeep.append(watched(self._meter.run(), "loads", ports.health))
+            self._upkeep.append(supervise(self._meter.run, "loads", ports.health))
         if self._hot:
             self._hot.serve(self._reading(consumer))
-            self._upkeep.append(watched(self._hot.run(), "hot-mirror", ports.health))
+            self._upkeep.append(supervise(self._hot.run, "hot-mirror", ports.health))
         narrow = settings.ordered and stream.retention == "limits" and stream.storage == "file"
         # Not with shards: of several consumers with a wide filter, each would bring what the others bring too.
         if narrow and not self._each_subject and consumer.shards.alone:
             widening = Widening(ports.api, self._narrow(consumer), ports.metrics)
-            self._upkeep.append(watched(widening.run(), "widening", ports.health))
+            self._upkeep.append(supervise(widening.run, "widening", ports.health))
 
     def _narrow(self, consumer: WorkerConsumer) -> Narrow:
         lanes, hot = self._lanes, self._hot
@@ -313,6 +330,11 @@ class Reader:
         if granted:
             self._take(self._consumer, granted)
         await self._consumer.update_worker_consumer(self.worker_id, partitions)
+
+    def follow(self, stream: StreamInfo) -> None:
+        """Learn which subjects the stream has now."""
+        if self._consumer:
+            self._consumer.follow(stream)
 
     def let_go(self, keep: Iterable[PartitionLike], granted: Granted, left: Callable[[], None]) -> bool:
         """Handle nothing more of partitions that are not in `keep`; see `WorkerConsumer.let_go`.
@@ -382,6 +404,7 @@ class Reader:
         """Store the positions if they changed; True when they are stored."""
         if not self._consumer:
             return True
+        self._stores += 1
         if not self._consumer.begun:
             return not self._lanes.finished  # what is stored is as good as what is known
         try:
@@ -452,6 +475,8 @@ class Reader:
             await asyncio.sleep(self.settings.progress_interval_s)
             self._lanes.floors.catch_up()
             self._lanes.roster.evict()
+            if self._consumer:
+                self._consumer.note_acknowledged(asyncio.get_running_loop().time())
             if await self.store_progress() and self._consumer:
                 await self._tidy_up(self._consumer)
 
@@ -460,6 +485,51 @@ class Reader:
             await consumer.tidy_up()
         except PartiError as error:
             _log.warning("messages are held longer than needed; trying again", error=str(error))
+
+    # ── progress ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def look(self) -> dict[tuple[StallKind, str], Hashable]:
+        """What is due now, for the watchdog."""
+        due: dict[tuple[StallKind, str], Hashable] = {}
+        lanes = self._lanes
+        if lanes.permitted and not lanes.draining:
+            front = lanes.front() if self._runners.may_start else None
+            if front:
+                head = front.waiting[0]
+                due[StallKind.HANDLERS, front.ownership.partition.id] = (head.seq, head.attempt)
+            for lane in lanes.orphans(self._runners.at_work()):
+                # One that is held may wait for positions to be stored; as long as that is tried, it is no stall.
+                tries = self._stores if lane.phase is Phase.HELD else 0
+                due[StallKind.LANES, lane.ownership.partition.id] = (lane.waiting[0].seq, tries)
+        for engine in self._consumer.shards.engines if self._consumer else ():
+            # Where heartbeats are further apart than a stall may take, silence is due only when some are missing.
+            overdue = engine.quiet_s + self.settings.stall_after_s >= engine.may_be_quiet_s
+            if (sign := engine.sign) is not None and overdue:
+                due[StallKind.PULLS, engine.consumer] = sign
+        return due
+
+    def story(self) -> dict[str, Any]:
+        """What a log line says of a reading side that stands still."""
+        phases = Counter(lane.phase.value for lane in self._lanes.roster.all())
+        engines = self._consumer.shards.engines if self._consumer else ()
+        return {
+            "lanes": dict(phases),
+            "ready": len(self._lanes.ready),
+            "in_hand": self._lanes.held,
+            "running": self._lanes.running,
+            "permitted": self._lanes.permitted,
+            "pulls": {engine.consumer: engine.tell() for engine in engines},
+            "signals": dict(self._ports.health.reasons),
+        }
+
+    def restart(self, stall: Stall) -> None:
+        """Begin anew with what has come to a standstill: pulls, runners, lanes without a runner."""
+        if stall.kind is StallKind.PULLS and self._consumer:
+            for engine in self._consumer.shards.engines:
+                engine.revive("stalled")
+        for lane in self._lanes.orphans(self._runners.at_work()):
+            self._lanes.readopt(lane)
+        self._runners.revive()
 
     def _refill(self) -> None:
         if self._consumer:

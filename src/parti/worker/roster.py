@@ -16,6 +16,7 @@ from parti.core.loads import Effort
 from parti.errors import SubjectMismatch
 from parti.model.message import Ownership
 from parti.model.partition import Partition, Template
+from parti.model.safe_text import text_of
 from parti.model.subjects import covers, has_wildcard
 from parti.worker.floors import Floors, Reached
 
@@ -249,12 +250,14 @@ class Roster:
 
     def route(self, subject: bytes) -> tuple[Lane, str] | None:
         """Find or make the lane of a subject that was not seen before; None when it is not ours."""
-        name = subject.decode("utf-8", "replace")
+        name = text_of(subject)
         partition = self._partitions.get(name)
         if partition is None and not self._queues.lets_go:
             partition = self._incoming.get(name)
         if partition is None:
-            owner = next((p for s, p in self._partitions.items() if covers(s, name)), None)
+            owner = _covering(self._partitions, name)
+            if owner is None and not self._queues.lets_go:
+                owner = _covering(self._incoming, name)
             if owner is None:
                 if not self._is_let_go(name):
                     self.strangers.add(subject)
@@ -262,7 +265,7 @@ class Roster:
             partition = owner
             if self._each_subject:
                 try:
-                    partition = self._template.parse(name)
+                    partition = self._template.parse_any(name)
                 except SubjectMismatch:
                     return None
         lane = self.lanes.get(partition.id)
@@ -330,3 +333,8 @@ class Roster:
         for known in (self.lanes, self.leaving, self.released, self.by_subject):
             known.clear()
         self._evicted_below = 0
+
+
+def _covering(partitions: Mapping[str, Partition], name: str) -> Partition | None:
+    """The partition whose subject, with wildcards, covers another."""
+    return next((p for s, p in partitions.items() if covers(s, name)), None)

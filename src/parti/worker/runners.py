@@ -20,6 +20,7 @@ import structlog
 from parti.core.lane import Lane, Phase
 from parti.core.retry import HandlerTimeout
 from parti.model.message import Message
+from parti.telemetry.tasks import supervise
 from parti.worker.lanes import Lanes
 
 _log = structlog.get_logger("parti.runners")
@@ -29,15 +30,17 @@ PlainHandler: TypeAlias = Callable[[Message], Any]
 Handler: TypeAlias = AsyncHandler | PlainHandler
 
 _Outcome: TypeAlias = tuple[Lane, Message | None, float, float, BaseException | None, bool]
-"""Lane, message (None: nothing was started, the permission had ended), start and end, error, whether the thread is
-done."""
+"""Lane, message (None: nothing was started, the permission had ended or something broke), start and end, error,
+whether the thread is done with the lane."""
 
-_SLICE = 256
-"""Messages handled before the event loop gets its turn."""
+_SLICE, _SLICE_S = 256, 0.05
+"""Messages handled, or time spent in handlers, before the event loop gets its turn: it renews the lease too."""
+_SLICE_PER_S = _SLICE / _SLICE_S
 _BATCH = 16
 """Messages of one lane that a thread takes at once."""
 _SPARE_RUNNERS = 64
 _TIMEOUT_CHECK_S = 0.05
+_THREAD_RETRY_S = 1.0
 
 # Looked up for every message: a global is cheaper than an attribute of an enum.
 _READY, _RUNNING = Phase.READY, Phase.RUNNING
@@ -55,6 +58,18 @@ class Runners(Protocol):
     async def stop(self) -> None:
         """End at once: handlers that still run are cancelled (or abandoned, in threads)."""
 
+    @property
+    def may_start(self) -> bool:
+        """Whether another handler could be started now, besides those that run."""
+        ...
+
+    def at_work(self) -> set[Lane]:
+        """Lanes whose handler runs."""
+        ...
+
+    def revive(self) -> None:
+        """Forget who should look after the ready lanes, and look for somebody."""
+
 
 def make_runners(lanes: Lanes, handler: Handler, *, timeout_s: float | None, threads: int) -> Runners:
     """Choose by the kind of handler."""
@@ -65,12 +80,14 @@ def make_runners(lanes: Lanes, handler: Handler, *, timeout_s: float | None, thr
 
 
 class _Runner:
-    __slots__ = ("lane", "task", "timed_out", "wake")
+    __slots__ = ("lane", "overdue", "task", "timed_out", "wake")
 
     def __init__(self) -> None:
         self.lane: Lane | None = None
         """The lane whose handler runs."""
         self.timed_out = False
+        self.overdue = False
+        """The handler goes on although it was cancelled, and that was said."""
         self.wake: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -89,7 +106,7 @@ class AsyncRunners:
         self._handoff_due = False
         self._stopping = False
         self._drained: asyncio.Future[None] | None = None
-        self._watchdog = self._loop.create_task(self._watch()) if timeout_s else None
+        self._timeouts = supervise(self._watch, "handler-timeouts", lanes.failures.health) if timeout_s else None
         lanes.on_ready = self.kick
         lanes.count_running = self._count_running
 
@@ -108,8 +125,25 @@ class AsyncRunners:
             return
         runner = self._pump = _Runner()
         self._all.add(runner)
-        runner.task = self._loop.create_task(self._run(runner))
-        runner.task.add_done_callback(lambda _: self._all.discard(runner))
+        runner.task = self._loop.create_task(self._run(runner), name="parti-runner")
+        runner.task.add_done_callback(lambda task: self._ended(runner, task))
+
+    def _ended(self, runner: _Runner, task: asyncio.Task[None]) -> None:
+        """Notice the end of a runner; one that died gives its lane back, and another one takes its place."""
+        self._all.discard(runner)
+        if self._stopping or self._loop.is_closed():
+            return
+        if self._pump is runner:
+            self._pump = None
+        if runner in self._idle:
+            self._idle.remove(runner)
+        error = asyncio.CancelledError("the runner was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            return
+        self._lanes.runner_died(runner.lane, error)
+        if self._drained and not self._count_running() and not self._drained.done():
+            self._drained.set_result(None)
+        self.kick()
 
     def _handoff(self) -> None:
         self._handoff_due = False
@@ -120,7 +154,7 @@ class AsyncRunners:
         ready, handler, clock = lanes.ready, self._handler, time.perf_counter
         observe, settle = lanes.observe_latency, lanes.settle
         while True:
-            left = _SLICE
+            left: float = _SLICE
             while ready and not lanes.draining:
                 if self._pump is not runner:
                     if self._pump is not None and self._pump.lane is None:
@@ -148,23 +182,27 @@ class AsyncRunners:
                         raise  # the worker is being stopped, not the message: leave it unfinished
                     # A timeout, or something that the handler waited for was cancelled.
                     error = cancelled
-                except Exception as raised:
+                except (Exception, SystemExit, KeyboardInterrupt) as raised:
+                    # Raised by hand: signals are not told to handlers, and it would end the process without draining.
                     error = raised
                 elapsed = clock() - started
                 runner.lane = None
-                if runner.timed_out:
-                    error = self._after_timeout(runner, error)
-                if error is None:
-                    observe(elapsed)
-                    effort = lane.effort
-                    if effort is not None:
-                        effort.seconds += elapsed
-                        effort.calls += 1
-                    settle(lane)
-                else:
-                    lanes.failed(lane, error, elapsed)
-                left -= 1
-                if not left:
+                try:
+                    if runner.timed_out:
+                        error = self._after_timeout(runner, error)
+                    if error is None:
+                        observe(elapsed)
+                        effort = lane.effort
+                        if effort is not None:
+                            effort.seconds += elapsed
+                            effort.calls += 1
+                        settle(lane)
+                    else:
+                        lanes.failed(lane, error, elapsed)
+                except Exception as broken:
+                    lanes.recover(lane, broken)
+                left -= 1 + elapsed * _SLICE_PER_S
+                if left <= 0:
                     left = _SLICE
                     await asyncio.sleep(0)
             if self._stopping:
@@ -181,7 +219,7 @@ class AsyncRunners:
 
     def _after_timeout(self, runner: _Runner, error: BaseException | None) -> BaseException | None:
         """Take back the cancellation; a handler that returned in spite of it has done its work."""
-        runner.timed_out = False
+        runner.timed_out = runner.overdue = False
         assert runner.task
         runner.task.uncancel()
         if isinstance(error, asyncio.CancelledError):
@@ -194,10 +232,13 @@ class AsyncRunners:
             await asyncio.sleep(min(_TIMEOUT_CHECK_S, self._timeout_s / 4))
             now = time.perf_counter()
             for runner in self._all:
-                late = runner.lane and now - runner.lane.started_s > self._timeout_s
-                if late and not runner.timed_out and runner.task:
+                running_s = now - runner.lane.started_s if runner.lane else 0.0
+                if running_s > self._timeout_s and not runner.timed_out and runner.task:
                     runner.timed_out = True
                     runner.task.cancel()
+                elif runner.lane and running_s > 2 * self._timeout_s and not runner.overdue:
+                    runner.overdue = True
+                    self._lanes.failures.overdue(runner.lane, running_s)
 
     async def drain(self, timeout_s: float) -> bool:
         """Start nothing more and wait for running handlers."""
@@ -210,10 +251,25 @@ class AsyncRunners:
     def _count_running(self) -> int:
         return sum(runner.lane is not None for runner in self._all)
 
+    @property
+    def may_start(self) -> bool:
+        """Coroutine handlers have no limit of their own."""
+        return True
+
+    def at_work(self) -> set[Lane]:
+        """Lanes whose handler runs."""
+        return {runner.lane for runner in self._all if runner.lane is not None}
+
+    def revive(self) -> None:
+        """Forget who should look after the ready lanes, and start another runner for them."""
+        self._pump = None
+        self._handoff_due = False
+        self.kick()
+
     async def stop(self) -> None:
         """Cancel every runner, running handlers included."""
         self._stopping = self._lanes.draining = True
-        tasks = [r.task for r in self._all if r.task] + ([self._watchdog] if self._watchdog else [])
+        tasks = [r.task for r in self._all if r.task] + ([self._timeouts] if self._timeouts else [])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -234,15 +290,16 @@ class ThreadRunners:
         self._wake = threading.Semaphore(0)
         self._idle = 0
         self._threads: list[threading.Thread] = []
+        self._short_of_threads = False
         self._done: deque[_Outcome | None] = deque()
         self._signalled = False
         self._stopping = False
-        self._running = 0
+        self._running: set[Lane] = set()
         self._drained: asyncio.Future[None] | None = None
         self._overdue: set[Message] = set()
-        self._watchdog = self._loop.create_task(self._watch()) if timeout_s else None
+        self._timeouts = supervise(self._watch, "handler-timeouts", lanes.failures.health) if timeout_s else None
         lanes.on_ready = self.kick
-        lanes.count_running = lambda: self._running
+        lanes.count_running = lambda: len(self._running)
 
     def kick(self) -> None:
         """Wake threads for the ready lanes, or start them up to the limit."""
@@ -253,11 +310,21 @@ class ThreadRunners:
             self._idle -= 1
             waiting -= 1
             self._wake.release()
-        while waiting and len(self._threads) < self._limit:
+        while waiting and len(self._threads) < self._limit and not self._short_of_threads:
             waiting -= 1
             thread = threading.Thread(target=self._run, name=f"parti-handler-{len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system's limit, of a container for example
+                _log.error("a thread cannot be started, will try again", threads=len(self._threads), error=str(error))
+                self._short_of_threads = True
+                self._loop.call_later(_THREAD_RETRY_S, self._try_threads)
+                return
             self._threads.append(thread)
-            thread.start()
+
+    def _try_threads(self) -> None:
+        self._short_of_threads = False
+        self.kick()
 
     # ── in threads ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -269,7 +336,10 @@ class ThreadRunners:
                     lane = ready.popleft()
                 except IndexError:
                     break
-                self._work(lane)
+                try:
+                    self._work(lane)
+                except BaseException as error:  # a fault of ours: what handlers raise is caught where they are called
+                    self._post((lane, None, 0.0, 0.0, error, True))
             self._post(None)
             self._wake.acquire()
 
@@ -282,7 +352,7 @@ class ThreadRunners:
             batch = _first(lane.waiting, 1 if lane.careful_to else _BATCH)
             lane.taken_to = batch[-1].seq
             lane.started_s = time.perf_counter()
-            self._running += 1
+            self._running.add(lane)
         for message in batch:
             started = lane.started_s = time.perf_counter()
             if started >= self._lanes.permitted_until_s:
@@ -316,17 +386,33 @@ class ThreadRunners:
 
     def _settle(self) -> None:
         self._signalled = False
-        lanes = self._lanes
         while self._done:
             outcome = self._done.popleft()
             if outcome is None:
                 self._idle += 1
                 continue
-            lane, message, started_s, finished_s, error, last = outcome
-            if last:
-                with lanes.lock:
-                    self._running -= 1
-            if message is None:
+            self._settle_one(*outcome)
+        if self._drained and not self._busy() and not self._drained.done():
+            self._drained.set_result(None)
+        self.kick()
+
+    def _settle_one(
+        self,
+        lane: Lane,
+        message: Message | None,
+        started_s: float,
+        finished_s: float,
+        error: BaseException | None,
+        last: bool,
+    ) -> None:
+        lanes = self._lanes
+        if last:
+            with lanes.lock:
+                self._running.discard(lane)
+        try:
+            if message is None and error is not None:
+                lanes.recover(lane, error)
+            elif message is None:
                 lanes.put_back(lane)
             elif error is not None:
                 lanes.failed(lane, error, finished_s - started_s, message)
@@ -336,9 +422,22 @@ class ThreadRunners:
                     lane.effort.seconds += finished_s - started_s
                     lane.effort.calls += 1
                 lanes.settle(lane, not last, message, started_s, finished_s)
-        if self._drained and not self._busy() and not self._drained.done():
-            self._drained.set_result(None)
-        self.kick()
+        except Exception as broken:
+            lanes.recover(lane, broken, more=not last)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a thread is free, or may be started."""
+        return len(self._running) < self._limit
+
+    def at_work(self) -> set[Lane]:
+        """Lanes whose handler runs."""
+        with self._lanes.lock:
+            return set(self._running)
+
+    def revive(self) -> None:
+        """Settle what threads have reported, and wake or start threads for the ready lanes."""
+        self._settle()
 
     def _busy(self) -> bool:
         return self._idle < len(self._threads)
@@ -370,8 +469,8 @@ class ThreadRunners:
         """Let idle threads end; a function that still runs is abandoned (its thread is a daemon)."""
         self._stopping = True
         self._lanes.draining = True
-        if self._watchdog:
-            self._watchdog.cancel()
+        if self._timeouts:
+            self._timeouts.cancel()
         for _ in self._threads:
             self._wake.release()
 

@@ -149,6 +149,7 @@ class Sessions:
             target = max(target, await self._ports.hot.entrance(self._starts.stream.created))
             lanes.roster.begin_at(target, self._handling.brought_by(vehicle), reached)
         unread = carried.partitions.keys() - taken
+        target = vehicle.begin_at(target)
         await vehicle.put_at(target, stream, subjects, info, reason=reason, unread=unread)
         return bool(carried.partitions)
 
@@ -171,8 +172,22 @@ class Sessions:
             self._ports.stateful.start_over()
             self._handling.own(self._handling.owned)
         for other in self._shards.vehicles:
+            other.confirmed.start_over()
             if other is not vehicle:
                 other.engine.new_session("the stream was made anew")
+
+    async def verify(self, vehicle: Vehicle) -> None:
+        """Notice that somebody else has deleted, changed or paused a consumer: pulls that stand do not tell."""
+        async with vehicle.lock:
+            if not (self._ports.entitled() and vehicle.engine.healthy and vehicle.told):
+                return
+            info = await vehicle.find(vehicle.settled_on)
+        if info is None:
+            vehicle.engine.new_session("the consumer is gone")
+        elif vehicle.was_changed(info):
+            _log.warning("the consumer was changed by somebody else; putting it right", consumer=vehicle.name)
+            vehicle.engine.new_session("changed by somebody else")
+        vehicle.tell_paused(info is not None and info.paused)
 
     async def _mistrust(self, vehicle: Vehicle, info: ConsumerInfo) -> None:
         """Somebody else changed the filter: messages may have been passed over, so look for them."""

@@ -76,6 +76,11 @@ class Shards:
         return frozenset(vehicle.placeholder() for vehicle in self.vehicles)
 
     @property
+    def kept(self) -> frozenset[str]:
+        """Subjects that nobody owns and that holds keep the messages of."""
+        return frozenset(s for v in self.vehicles for subjects in v.holds.kept.values() for s in subjects)
+
+    @property
     def filters(self) -> int:
         """How many filters the server has to look at."""
         return sum(len(vehicle.told) for vehicle in self.vehicles)

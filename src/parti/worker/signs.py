@@ -8,6 +8,7 @@ from typing import Any
 
 from parti.config import Settings
 from parti.core.quantiles import quantile
+from parti.model.safe_text import cut
 from parti.telemetry.metrics import Metrics
 from parti.worker.lanes import Lanes
 from parti.worker.shards import Shards
@@ -47,7 +48,7 @@ class Signs:
             "p50_ms": self._p50_ms,
             "p99_ms": self._p99_ms,
             "parked": tuple(parked[:_MOST_NAMED]),
-            "failing": {p: text[:_MOST_TEXT] for p, text in list(failing.items())[:_MOST_NAMED]},
+            "failing": {p: cut(text, _MOST_TEXT) for p, text in list(failing.items())[:_MOST_NAMED]},
         }
 
     def _measure(self) -> None:

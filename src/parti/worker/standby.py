@@ -22,6 +22,7 @@ from parti.errors import PartiError
 from parti.jetstream.api import StreamInfo
 from parti.jetstream.connection import Connection, ConnectionState
 from parti.jetstream.pull_client import PullClient
+from parti.telemetry.tasks import owned
 
 _log = structlog.get_logger("parti.standby")
 
@@ -62,7 +63,7 @@ class WaitingPull:
         # One that was told to end before it had begun is done, and has taken no notice of that.
         idle = self._task is None or self._task.done()
         if wanted and idle and asyncio.get_running_loop().time() >= self._not_before_s:
-            self._task = asyncio.create_task(self._run())
+            self._task = owned(self._run(), "waiting-pull", signals=False)
         elif not wanted:
             self._end()
 
@@ -85,6 +86,10 @@ class WaitingPull:
         except PartiError as error:
             _log.debug("cannot wait on the consumer, will try again", error=str(error))
             self._pause(_RETRY_S)
+        except Exception:
+            # The next `stand` begins another one; not at once, or it would fail as often as it is told to.
+            self._pause(_SETTLE_TTLS * self._settings.lease_ttl_s)
+            raise
         finally:
             self._task = None
 

@@ -177,7 +177,7 @@ class Starts:
         by_id = {p.id: p for p in filters.partitions.values()}
         found = []
         for partition_id in self.record.behind:
-            partition = self._template.partition(partition_id) if self._each_subject else by_id.get(partition_id)
+            partition = self._template.of_id(partition_id) if self._each_subject else by_id.get(partition_id)
             if partition and self.record.covers(partition.subject):
                 found.append(partition)
         return found

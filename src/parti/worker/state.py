@@ -18,6 +18,7 @@ import structlog
 
 from parti.errors import (
     ConfigError,
+    DecodeError,
     LeaseLost,
     NotFound,
     PartiError,
@@ -33,6 +34,7 @@ from parti.jetstream.state_store import MAX_PAUSE_S, StateStore
 from parti.model.fleet import decode, encode
 from parti.model.partition import Partition
 from parti.model.state import StatePointer, state_key
+from parti.telemetry.tasks import owned
 from parti.worker.state_exchange import (
     AsyncSavedState,
     Incoming,
@@ -173,9 +175,8 @@ class StateKeeper:
             except PartiError as error:
                 _log.warning("an old state is left to the sweep", partition=partition.id, error=str(error))
 
-        chore = asyncio.create_task(clear(), name="parti-state-removal")
-        self._chores.add(chore)
-        chore.add_done_callback(self._chores.discard)
+        # Should it die, the sweep removes what is left: reported in the log, no reason to call the worker unhealthy.
+        owned(clear(), "state-removal", keep=self._chores, signals=False)
 
     async def _read(self, partition: Partition) -> tuple[StatePointer | None, int]:
         entry = await self._store.persist(lambda: self._pointers.get(state_key(partition.id)))
@@ -183,7 +184,7 @@ class StateKeeper:
             return None, entry.revision if entry else 0
         try:
             return decode(entry.value, StatePointer), entry.revision
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        except DecodeError as error:
             raise StateCorrupt(
                 f"the pointer to the state of partition {partition.id!r} is unreadable ({error}); delete the key "
                 f"{state_key(partition.id)!r} to begin without state"

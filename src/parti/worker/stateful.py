@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,6 +20,7 @@ from parti.errors import PartiError, StateFenced, StateUnavailable
 from parti.model.partition import Partition
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import owned
 from parti.worker.lanes import Lanes
 from parti.worker.state import StateKeeper
 
@@ -44,7 +45,9 @@ class StatefulPartitions:
         worker_id: str,
         stream_created: Callable[[], str],
         checkpoint_interval_s: float,
+        slow_after_s: float = 30.0,
     ) -> None:
+        """`slow_after_s`: a partition whose state takes so long to be saved or restored is told of."""
         self.on_saved: Callable[[], None] = lambda: None
         """Called when the state of a partition that was let go has been saved, or could not be."""
         self.durable: Callable[[], Awaitable[bool]] | None = None
@@ -64,6 +67,9 @@ class StatefulPartitions:
         self._checkpointing: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._troubles: dict[str, str] = {}
+        self._slow_after_s = slow_after_s
+        self._under_way: dict[str, tuple[str, float]] = {}
+        """What is being done with the state of partitions that wait for it, and since when."""
         self._turns = asyncio.Semaphore(_CHECKPOINTS_AT_ONCE)
         self._stopping = False
 
@@ -108,6 +114,7 @@ class StatefulPartitions:
             while True:
                 await asyncio.sleep(min(1.0, self._interval_s))
                 now_s = time.monotonic()
+                self._tell_slow(now_s)
                 running = {lane.ownership.partition.id for lane in self._lanes.running_lanes()}
                 for partition in self._begun.values():
                     due = self._due_s.get(partition.id, 0.0) <= now_s and self._has_moved(partition)
@@ -154,7 +161,7 @@ class StatefulPartitions:
                 async with self._lock(partition):
                     position = await self._restore(partition, start)
                 break
-            except PartiError as error:
+            except Exception as error:  # whatever it is, a partition that is not restored does not begin
                 self._failed(partition, "cannot be restored; it does not begin", error)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _RETRY_MAX_S)
@@ -169,7 +176,8 @@ class StatefulPartitions:
 
     async def _restore(self, partition: Partition, start: Callable[[], int]) -> int:
         created = self._stream_created()
-        position = await self._keeper.load(partition, fence=self._fence(partition), stream_created=created)
+        with self._noted(partition, "restored"):
+            position = await self._keeper.load(partition, fence=self._fence(partition), stream_created=created)
         if position is None:
             position = max(1, start())
             await self._keep(partition, position)
@@ -214,7 +222,7 @@ class StatefulPartitions:
         except StateFenced as error:
             _log.warning("state not saved", partition=partition.id, error=str(error))
             return True
-        except PartiError as error:
+        except Exception as error:
             self._failed(partition, "cannot be saved; the last one counts", error)
             return False
         self._saved_at[partition.id] = position
@@ -224,13 +232,14 @@ class StatefulPartitions:
         return True
 
     async def _keep(self, partition: Partition, position: int) -> int:
-        pointer = await self._keeper.save(
-            partition,
-            position=position,
-            fence=self._fence(partition),
-            worker=self._worker_id,
-            stream_created=self._stream_created(),
-        )
+        with self._noted(partition, "saved"):
+            pointer = await self._keeper.save(
+                partition,
+                position=position,
+                fence=self._fence(partition),
+                worker=self._worker_id,
+                stream_created=self._stream_created(),
+            )
         return pointer.size
 
     def _has_moved(self, partition: Partition) -> bool:
@@ -243,11 +252,32 @@ class StatefulPartitions:
         """Held by whoever saves or loads a partition: a checkpoint may be under way when it is let go."""
         return self._locks.setdefault(partition.id, asyncio.Lock())
 
-    def _failed(self, partition: Partition, what: str, error: PartiError) -> None:
+    @contextlib.contextmanager
+    def _noted(self, partition: Partition, what: str) -> Iterator[None]:
+        """The partition stands still meanwhile: keep in mind since when."""
+        self._under_way[partition.id] = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._under_way.pop(partition.id, None)
+
+    def _tell_slow(self, now_s: float) -> None:
+        """Say of partitions that stand still for long why: the handler's own code may never return."""
+        for partition_id, (what, since_s) in self._under_way.items():
+            if now_s - since_s >= self._slow_after_s and partition_id not in self._troubles:
+                said = f"partition {partition_id} stands still: its state is not {what} after {now_s - since_s:.0f} s"
+                self._troubles[partition_id] = said
+                self._health.raise_signal(_SIGNAL, said)
+                _log.error("a partition waits for its state", partition=partition_id, trouble=said)
+
+    def _failed(self, partition: Partition, what: str, error: Exception) -> None:
+        foreseen = isinstance(error, PartiError)
+        said = str(error) if foreseen else repr(error)
         self._metrics.state_failures.inc()
-        self._troubles[partition.id] = f"state of partition {partition.id} {what}: {error}"
+        self._troubles[partition.id] = f"state of partition {partition.id} {what}: {said}"
         self._health.raise_signal(_SIGNAL, self._troubles[partition.id])
-        _log.error("state of a partition", partition=partition.id, trouble=what, error=str(error))
+        trace = None if foreseen else error
+        _log.error("state of a partition", partition=partition.id, trouble=what, error=said, exc_info=trace)
 
     def _went_well(self, partition: Partition) -> None:
         """One partition is in order; the signal stays for the sake of others that are not."""
@@ -260,13 +290,11 @@ class StatefulPartitions:
     def _spawn(
         self, work: Coroutine[Any, Any, None], book: dict[str, asyncio.Task[None]], partition_id: str
     ) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+        task = owned(work, "state", self._health)
 
         def forget(done: asyncio.Task[None]) -> None:
             if book.get(partition_id) is done:
                 del book[partition_id]
-            if not done.cancelled() and (error := done.exception()):
-                _log.error("a mistake in parti; a partition may stand still", partition=partition_id, exc_info=error)
 
         task.add_done_callback(forget)
         return task

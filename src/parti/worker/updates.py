@@ -15,6 +15,7 @@ import structlog
 from parti.config import Settings
 from parti.core.filters import FilterDiff, FilterSet, diff_filters
 from parti.errors import ConfigError, PartiError
+from parti.telemetry.tasks import owned as owned_task
 from parti.worker.cargo import Cargo
 from parti.worker.handling import Handling
 from parti.worker.sessions import Sessions
@@ -56,6 +57,8 @@ class Updates:
         self._updater: asyncio.Task[None] | None = None
         self._last_update_s = float("-inf")
         self._failures = 0
+        self._told = ""
+        """Why an update failed, as last logged."""
         self._lock = asyncio.Lock()
         """Held for the whole of an update; each consumer has a lock of its own."""
 
@@ -73,7 +76,7 @@ class Updates:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((self._wanted_version, done))
         if self._updater is None:
-            self._updater = asyncio.create_task(self._update())
+            self._updater = owned_task(self._update(), "consumer-update", self._ports.health, signals=False)
         await done
 
     async def stop(self) -> None:
@@ -89,6 +92,7 @@ class Updates:
     async def _update(self) -> None:
         """Apply the newest wanted set until there is no newer one."""
         applied_version = 0
+        ended: Exception = ConfigError("the worker is stopping")
         try:
             while applied_version < self._wanted_version:
                 pause_s = self._last_update_s + self._settings.update_min_interval_s - time.monotonic()
@@ -96,9 +100,12 @@ class Updates:
                     await asyncio.sleep(pause_s)
                 applied_version, error = await self._apply_newest()
                 self._answer(applied_version, error)
+        except Exception as error:
+            ended = error
+            raise
         finally:
             self._updater = None
-            self._answer(self._wanted_version, ConfigError("the worker is stopping"))
+            self._answer(self._wanted_version, ended)
 
     @property
     def _urgent(self) -> bool:
@@ -106,29 +113,34 @@ class Updates:
         added = diff_filters(self._shards.carried.subjects, self._cargo.wanted.subjects).added
         return bool(self._starts.granted) and (bool(added) or not self._handling.feeds)
 
-    async def _apply_newest(self) -> tuple[int, PartiError | None]:
+    async def _apply_newest(self) -> tuple[int, Exception | None]:
         delay = _RETRY_MIN_S
-        failure: PartiError | None = None
+        failure: Exception | None = None
         version = 0
         for attempt in range(1, self._settings.update_attempts + 1):
-            # Re-read at each attempt: a newer set wins over one that is still being tried.
-            await self._cargo.keep_unsafe()
-            version, owned, carried = self._wanted_version, self._cargo.wanted, self._cargo.to_carry()
-            diff = diff_filters(self._shards.carried.subjects, carried.subjects)
-            if not self._differs():
-                self._ports.metrics.update_skipped.inc()
-                return version, None
+            diff = FilterDiff((), ())
+            version = self._wanted_version
             try:
+                # Re-read at each attempt: a newer set wins over one that is still being tried.
+                await self._cargo.keep_unsafe()
+                version, owned, carried = self._wanted_version, self._cargo.wanted, self._cargo.to_carry()
+                diff = diff_filters(self._shards.carried.subjects, carried.subjects)
+                if not self._differs():
+                    self._ports.metrics.update_skipped.inc()
+                    return version, None
                 await self._apply(owned, carried, diff)
                 return version, None
-            except PartiError as error:
+            except Exception as error:  # whatever it is, partitions wait for this update
                 failure = error
-                _log.warning(
+                # Once for each reason: it is tried again for as long as it takes.
+                tell, self._told = _log.debug if str(error) == self._told else _log.warning, str(error)
+                tell(
                     "consumer update failed",
                     attempt=attempt,
                     added=diff.added[:20],
                     removed=diff.removed[:20],
-                    error=str(error),
+                    error=str(error) or repr(error),
+                    exc_info=None if isinstance(error, PartiError) else error,
                 )
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             delay = min(delay * 2, _RETRY_MAX_S)
@@ -152,20 +164,20 @@ class Updates:
     def applied(self, diff: FilterDiff) -> None:
         """A set is in force: say so, here and in the metrics."""
         metrics, subjects = self._ports.metrics, len(self._shards.carried.partitions)
-        self._failures = 0
+        self._failures, self._told = 0, ""
         self._ports.health.clear(_SIGNAL)
         metrics.subject_count.value = subjects
         metrics.update_changes.inc("added", len(diff.added))
         metrics.update_changes.inc("removed", len(diff.removed))
         _log.info("consumer carries", subjects=subjects, added=len(diff.added), removed=len(diff.removed))
 
-    def _failed(self, error: PartiError | None) -> None:
+    def _failed(self, error: Exception | None) -> None:
         self._failures += 1
         self._ports.metrics.update_failures.inc()
         if self._failures >= self._settings.update_failure_threshold:
             self._ports.health.raise_signal(_SIGNAL, f"{self._failures} consumer updates failed in a row: {error}")
 
-    def _answer(self, version: int, error: PartiError | None) -> None:
+    def _answer(self, version: int, error: Exception | None) -> None:
         for waiting_for, future in self._waiters:
             if waiting_for <= version and not future.done():
                 if error is None:

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from parti.config import Settings
+from parti.core.confirmed_floor import ConfirmedFloor
 from parti.core.consumer_config import (
     PREFIX,
     SHARD,
@@ -24,6 +25,8 @@ from parti.core.consumer_config import (
     build_config,
     consumer_metadata,
     consumer_name,
+    fleet_metadata,
+    is_foreign,
     owner_of,
 )
 from parti.core.filters import FilterSet
@@ -33,6 +36,8 @@ from parti.core.retention import INTEREST, retention_named
 from parti.errors import ApiError, ConfigError, NotFound, PartiError
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
+from parti.jetstream.dialing import noticed_within_s
+from parti.jetstream.fleet_marks import check_mark, tell_adopted
 from parti.jetstream.priority import put_consumer, unpin
 from parti.jetstream.pull import PullEngine, PullTuning
 from parti.jetstream.pull_group import PullGroup
@@ -41,7 +46,7 @@ from parti.model.partition import Template
 from parti.model.subjects import covers
 from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
-from parti.telemetry.tasks import watched
+from parti.telemetry.tasks import Supervised, supervise
 from parti.worker.floors import Reached
 from parti.worker.holds import Holds
 from parti.worker.hot_mirror import HotMirror
@@ -77,6 +82,8 @@ class ConsumerPorts:
     """Called when the stream was made anew."""
     safe_elsewhere: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None
     """Tells which of these partitions are carried by the consumer of their owner."""
+    wait_for_room: Callable[[Iterable[str]], Awaitable[set[str]]] | None = None
+    """Tells which of these partitions nobody owns because nobody has room for them."""
     stateful: StatefulPartitions | None = None
     """Partitions have a state, which is restored before they begin and saved when they end."""
     durable: Callable[[], Awaitable[bool]] | None = None
@@ -117,13 +124,15 @@ class Vehicle:
         self.settled_on = ""
         """The stream, or its mirror, on which the consumer was put to the position last."""
         self.existed = False
+        self.confirmed = ConfirmedFloor(noticed_within_s(settings.ping_interval_s))
+        """Where a new session begins on streams that delete what is acknowledged."""
         self.lock = asyncio.Lock()
         self._ports = ports
         self._settings = settings
         self._template = template
         self._starts = starts
         self._retention = retention_named(starts.stream.retention)
-        self._metadata = consumer_metadata(settings.prefix, settings.worker_id, number)
+        self._metadata = consumer_metadata(settings.prefix, settings.worker_id, number, fleet=settings.bucket)
         self.holds = Holds(
             ports.api,
             starts.stream.name,
@@ -136,9 +145,11 @@ class Vehicle:
         self.group = group_for(settings) if can_be_pinned(settings, starts.stream) else None
         """The priority group of a consumer that several processes share."""
         self._pull_group = self._make_group() if self.group else None
-        self._watching_pin: asyncio.Task[None] | None = None
+        self._watching_pin: Supervised | None = None
         self.reached: Reached = shard or ports.lanes
         """How far it has got."""
+        signal = "pull" if number == 1 else f"pull-{number}"
+        self._paused = f"{signal}-paused"
         self.engine = PullEngine(
             ports.connection,
             ports.wire,
@@ -149,7 +160,7 @@ class Vehicle:
             stream=starts.stream.name,
             consumer=self.name,
             prepare=partial(prepare, self),
-            signal="pull" if number == 1 else f"pull-{number}",
+            signal=signal,
             passed=shard.passed if shard else self._passed if ports.hot else None,
             group=self._pull_group,
         )
@@ -163,7 +174,7 @@ class Vehicle:
 
     def _on_pin(self, change: PinChange) -> None:
         if not change.taken and (self._watching_pin is None or self._watching_pin.done()):
-            self._watching_pin = watched(self._watch_pin(), "pin", self._ports.health)
+            self._watching_pin = supervise(self._watch_pin, "pin", self._ports.health)
 
     async def _watch_pin(self) -> None:
         """Pinned no more: find out whether somebody else is, or this process again."""
@@ -192,6 +203,15 @@ class Vehicle:
     def on_mirror(self, stream: str) -> bool:
         """Whether this is the hot mirror."""
         return self._ports.hot is not None and stream == self._ports.hot.name
+
+    def begin_at(self, position: int) -> int:
+        """The sequence at which a session has to begin whose messages below `position` are finished."""
+        return position if self._retention.keeps else self.confirmed.begin(position)
+
+    def note_acknowledged(self, now_s: float) -> None:
+        """The session still stands: what is acknowledged now is stored some time later."""
+        if not self._retention.keeps and self.engine.healthy:
+            self.confirmed.note(now_s, self._ports.lanes.floors.resume_of(self.reached))
 
     def _passed(self, seq: int) -> None:
         """Quiet partitions must not hold back the floor: the mirror is trimmed by it."""
@@ -246,10 +266,11 @@ class Vehicle:
 
     def is_ours(self, info: ConsumerInfo) -> bool:
         """Whether a consumer of this name is this one, and not another worker's (see `workers_of`)."""
-        return (info.config.get("metadata") or {}).get(SHARD) == self._metadata.get(SHARD)
+        same = (info.config.get("metadata") or {}).get(SHARD) == self._metadata.get(SHARD)
+        return same and not is_foreign(info.config, self._settings.bucket)
 
     def check_owner(self, info: ConsumerInfo) -> None:
-        """Raise `ConfigError` when a consumer of this name is another worker's, or another deployment's."""
+        """Raise `ConfigError` when a consumer of this name is another worker's, fleet's or deployment's."""
         ours = self._settings.prefix
         prefix = (info.config.get("metadata") or {}).get(PREFIX, ours)
         if prefix != ours:
@@ -258,6 +279,7 @@ class Vehicle:
                 f"{self._settings.worker_id!r} of prefix {ours!r} would have one of the same name; give this worker "
                 f"another worker_id"
             )
+        check_mark(info.config, self._starts.stream.name, prefix=ours, fleet=self._settings.bucket)
         if not self.is_ours(info):
             worker, number = owner_of(info.config, self._settings.prefix)
             raise ConfigError(
@@ -265,6 +287,7 @@ class Vehicle:
                 f"it is number {number} of worker {worker!r}; with consumer_shards, give no worker a worker_id that "
                 f"is another's with a number appended"
             )
+        tell_adopted(info.config, self._settings.bucket)
 
     async def refilter(self, carried: FilterSet) -> None:
         """Change the filter under standing pulls."""
@@ -273,9 +296,34 @@ class Vehicle:
         if info is None:
             raise NotFound(10014, f"consumer {self.name!r} is gone")
         subjects = self.filter_of(carried, stream)
-        config = build_config(self.name, subjects, self._tuning(stream), existing=info.config)
+        self._check_mark(info)
+        config = self._updated(info, subjects, stream)
         await self._ports.api.put_consumer(stream, config, action="update")
         self.told = subjects
+
+    def _check_mark(self, info: ConsumerInfo) -> None:
+        """Raise `ForeignConsumer` when another fleet has made a consumer of this name since."""
+        if is_foreign(info.config, self._settings.bucket):
+            check_mark(info.config, self.stream, prefix=self._settings.prefix, fleet=self._settings.bucket)
+
+    def _updated(self, info: ConsumerInfo, subjects: Sequence[str], stream: str) -> dict[str, Any]:
+        """The consumer as it is, with these subjects and the mark of this fleet."""
+        mark = fleet_metadata(self._settings.prefix, self._settings.bucket)
+        return build_config(self.name, subjects, self._tuning(stream), existing=info.config, metadata=mark)
+
+    def was_changed(self, info: ConsumerInfo) -> bool:
+        """Whether the server has something else than it was told last."""
+        ours = build_config(self.name, self.told, self._tuning(self.settled_on))
+        same = all(info.config.get(key) == ours[key] for key in ("ack_wait", "max_ack_pending") if key in ours)
+        return info.subjects != tuple(sorted(self.told)) or not same
+
+    def tell_paused(self, paused: bool) -> None:
+        """Say that the server delivers nothing because somebody wants it so, or that it does again."""
+        if paused:
+            reason = f"consumer {self.name} is paused, and not by parti: nothing is delivered; resume it"
+            self._ports.health.raise_signal(self._paused, reason)
+        else:
+            self._ports.health.clear(self._paused)
 
     async def put_at(
         self,
@@ -291,14 +339,17 @@ class Vehicle:
 
         `unread` are subjects that stay in the filter although nothing of them is taken in.
         """
-        api, metrics, hold = self._ports.api, self._ports.metrics, ""
+        api, metrics, held = self._ports.api, self._ports.metrics, False
+        if info:
+            self._check_mark(info)
         if info and not self._retention.keeps and set(info.subjects) - (set(subjects) - set(unread)):
             # A subject is in the filter that is not read here: its messages must not get below the ack floor.
             target = min(target, info.ack_floor + 1)
         if info and not self._fits(info):
             # Positions are what counts: a consumer can be made anew where the server cannot change one.
             if self._retention is INTEREST:
-                hold = await self.holds.take(info.subjects, min(target, info.ack_floor + 1))
+                await self.holds.take(info.subjects, min(target, info.ack_floor + 1))
+                held = True
             await api.delete_consumer(stream, self.name)
             _log.info("consumer is made anew", consumer=self.name, pulls_of_others=info.waiting)
             info, self.existed = None, False
@@ -311,11 +362,12 @@ class Vehicle:
             config = build_config(self.name, subjects, tuning, metadata=self._metadata, group=self.group)
             info = await self._put(stream, config, action="create")
             self.existed = True
-        hold = hold or await self._hold(info, subjects, target)
+        if not held:
+            await self._hold(info, subjects, target)
         await api.reset_consumer(stream, self.name, target)
         self.reached.cursor = target
         metrics.resets.inc("update" if reason == "update" else "session")
-        config = build_config(self.name, subjects, self._tuning(stream), existing=info.config)
+        config = self._updated(info, subjects, stream)
         refilters = info.subjects != tuple(sorted(subjects))
         if refilters or any(info.config.get(k) != v for k, v in config.items()):
             await api.put_consumer(stream, config, action="update")
@@ -323,8 +375,8 @@ class Vehicle:
             # Under the old filter, a pull of somebody who has lost the worker id, and stands or arrives late, has run
             # the cursor past messages of added subjects. For an update none may stand (`find_unpulled`).
             await api.reset_consumer(stream, self.name, target)
-        if hold:
-            self.holds.until(hold, await self._starts.last_seq())
+        if self.holds.fresh:
+            self.holds.settle(await self._starts.last_seq())
         if not self.settled_on:
             await self._take_pin(info)
         self.engine.aim(stream)
@@ -342,16 +394,15 @@ class Vehicle:
             return await put_consumer(self._ports.connection, stream, config, action=action)
         return await self._ports.api.put_consumer(stream, config, action=action)
 
-    async def _hold(self, info: ConsumerInfo, subjects: Sequence[str], seq: int) -> str:
+    async def _hold(self, info: ConsumerInfo, subjects: Sequence[str], seq: int) -> None:
         """Where needed, keep messages of added subjects that the consumer has told the server to need no more.
 
         What it has told cannot be seen: with nothing in flight it is how far the server has looked for it, up to the
         end of the stream, and neither its ack floor nor what it has delivered.
         """
         added = set(subjects) - set(info.subjects)
-        if self._retention.keeps or not self._retention.overlap or not added:
-            return ""
-        return await self.holds.take(sorted(added), seq)
+        if not self._retention.keeps and self._retention.overlap and added:
+            await self.holds.take(sorted(added), seq)
 
     async def release_holds(self) -> None:
         """Give up holds that are no longer needed."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from parti.app.migration.site import Site, for_each
-from parti.core.consumer_config import ConsumerTuning, build_config
+from parti.core.consumer_config import ConsumerTuning, build_config, fleet_metadata
 from parti.core.retention import retention_named
 from parti.errors import NotFound
 from parti.strategies import natural_order
@@ -47,11 +47,12 @@ async def make_shadows(site: Site, shares: Mapping[str, Sequence[str]]) -> int:
         return 0
     await remove_shadows(site)
     tuning = ConsumerTuning(30.0, 1, 16, _KEEP_S, acks=False)
+    mark = fleet_metadata(record.prefix, site.plane.bucket.name)
 
     async def make(worker: str) -> None:
         subjects = [site.desk.old[p].subject for p in shares[worker]]
-        config = build_config(f"{shadow_prefix(record.prefix)}{worker}", subjects, tuning)
-        config |= {"headers_only": True, "mem_storage": True, "num_replicas": 1}
+        config = build_config(f"{shadow_prefix(record.prefix)}{worker}", subjects, tuning, metadata=mark)
+        config |= {"mem_storage": True, "num_replicas": 1}
         await site.api.put_consumer(record.stream, config, action="create")
 
     await for_each([worker for worker, mine in shares.items() if mine], make)
