@@ -6,6 +6,7 @@ PartiError
  │    ├── SubjectMismatch    a subject or template lies outside the stream
  │    ├── TooManySubjects    more subjects than one consumer may carry
  │    ├── OverlappingSubjects two subjects of one consumer match the same message
+ │    ├── ForeignConsumer    a consumer of the worker's name belongs to another fleet
  │    ├── HandlerMissing     the app has no handler, or cannot be imported
  │    ├── WorkerIdTaken      another process holds the worker id that was asked for
  │    └── NoFreeWorkerId     every id of the range is held
@@ -22,10 +23,12 @@ PartiError
  ├── LeaseLost               a lease has ended, or somebody else holds it: the outcome is "no"
  ├── ControlPlaneReset       the control bucket was deleted or made anew under a running worker
  ├── SourceFailed            the list of partitions could not be read
+ ├── DecodeError             what lies under a key is not the record that belongs there
  ├── LedgerCorrupt           a message of a ledger stream is no batch of rows
  ├── DataLost                messages that were to be read are gone from the stream
  ├── ReplayFailed            a replay ended before its bound; what it had finished stays finished
  ├── PipelineFailed          a step of the pipeline ended with an error after it had begun
+ ├── ConsoleEnded            the console cannot be reached any more: its HTTP server has ended
  ├── ServerTooOld            the server lacks a feature that parti needs
  └── EmbeddedServerError     the nats-server child process did not start or stop
 
@@ -67,6 +70,10 @@ class OverlappingSubjects(ConfigError):
     """Two subjects of one consumer would match the same message."""
 
 
+class ForeignConsumer(ConfigError):
+    """A consumer with the name of a worker's own belongs to another fleet, or is of another kind."""
+
+
 class HandlerMissing(ConfigError):
     """The app has no handler, or the app itself cannot be imported."""
 
@@ -106,9 +113,11 @@ class PermissionDenied(PartiError):
 
     def __init__(self, operation: str, subject: str) -> None:
         # Whoever has an inbox of its own and does not say so asks for the one that everybody has.
-        inbox = "set inbox_prefix to that of this user, or " if "_INBOX" in subject else ""
+        hint = "set inbox_prefix to that of this user, or " if "_INBOX" in subject else ""
+        if ".CONSUMER.CREATE." in subject:
+            hint = "set read_by=requests if this user is in an account of its own, or "
         super().__init__(
-            f"permission denied: this account may not {operation} {subject!r}; {inbox}"
+            f"permission denied: this account may not {operation} {subject!r}; {hint}"
             f"grant it on the server ('parti perms' prints what each role needs), or use other credentials"
         )
         self.operation = operation
@@ -203,6 +212,10 @@ class SourceFailed(PartiError):
     retryable = True
 
 
+class DecodeError(PartiError):
+    """What lies under a key is not the record that belongs there; its reader leaves it out and goes on."""
+
+
 class LedgerCorrupt(PartiError):
     """A message of a ledger stream is no batch of rows, or a damaged one."""
 
@@ -219,6 +232,10 @@ class ReplayFailed(PartiError):
 
 class PipelineFailed(PartiError):
     """A step of the pipeline ended with an error; what is committed stays, and the next run goes on from there."""
+
+
+class ConsoleEnded(PartiError):
+    """The HTTP server of the console has ended although nobody told it to."""
 
 
 class ServerTooOld(PartiError):

@@ -5,6 +5,7 @@ Every check states what is expected and never repeats the value, so that secrets
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,18 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-# Greedy up to the last "@" of the word, since an unescaped password may itself hold "@", "/" or "#"; it stops
-# only where a comma-separated list starts its next URL.
-_USERINFO = re.compile(r"([A-Za-z][\w+.-]*://)(?:(?!,(?:nats|tls|wss?)://)\S)*@")
-_KEY = re.compile(r"\s*(S[A-Z2-7]{40,}|eyJ|-----BEGIN)")
-
-
-def strip_userinfo(text: str) -> str:
-    """Return `text` with the user info of every URL in it removed: `nats://me:pw@host` becomes `nats://host`.
-
-    Errs on the side of removing too much: everything up to the last `@` of the word goes.
-    """
-    return _USERINFO.sub(r"\1", text) if "@" in text else text
+_KEY = re.compile(r"\s*(S[A-Z2-7]{40,}|eyJ|-----BEGIN|MI[A-Za-z0-9+/]{60})")
 
 
 def looks_like_key(text: str) -> bool:
@@ -89,6 +79,13 @@ def _existing_file(value: Path) -> Path:
     return value.expanduser()
 
 
+def _network(value: str) -> str:
+    try:
+        return str(ipaddress.ip_network(value, strict=False))
+    except ValueError:
+        raise ValueError("must be an address or a network, such as 10.0.0.7 or 10.0.0.0/8") from None
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -100,6 +97,7 @@ ServerUrls = Annotated[
     Field(min_length=1),
 ]
 Waits = Annotated[tuple[Annotated[float, Field(gt=0)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
+Networks = Annotated[tuple[Annotated[str, AfterValidator(_network)], ...], NoDecode, BeforeValidator(_split)]
 StreamName = Annotated[str, AfterValidator(_stream_name)]
 Subject = Annotated[str, AfterValidator(_subject)]
 Name = Annotated[str, Field(max_length=128), AfterValidator(_name)]

@@ -28,7 +28,7 @@ from parti.jetstream.baseline import fetch_rate
 from parti.jetstream.connection import Connection
 from parti.model.message import Message
 from parti.model.partition import Template
-from parti.setting_types import strip_userinfo
+from parti.model.safe_text import strip_userinfo
 from parti.strategies import strategy_named
 
 _MAX_ACK_PENDING = 2000

@@ -7,14 +7,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import IO, Any, cast
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 from parti.config import Settings, load_settings
 from parti.coordination.control_plane import ControlPlane
@@ -22,7 +24,7 @@ from parti.errors import ConfigError, NotFound
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket
-from parti.setting_types import strip_userinfo
+from parti.model.safe_text import escape, escape_line, strip_userinfo
 from parti.telemetry.logs import configure_logging
 
 _CONNECT_S = 3.0
@@ -95,9 +97,27 @@ def open_console() -> Console:
     """The console on stdout; lines that go into a pipe are not cut."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     if not piped:
-        return Console(highlight=False, markup=False, emoji=False)
+        return _SafeConsole(highlight=False, markup=False, emoji=False)
     file = cast("IO[str]", _Trimmed())
-    return Console(highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH, file=file)
+    return _SafeConsole(highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH, file=file)
+
+
+class _SafeConsole(Console):
+    """A console that shows control characters of outside text as escapes, whoever has forgotten to.
+
+    Columns are as wide as what `shown` makes of a text; what only ends here may be cut at the edge of its column.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The parts of what is to be shown."""
+        for part in super().render(renderable, options):
+            safe = part.text if part.control else escape(part.text)
+            yield part if safe == part.text else Segment(safe, part.style)
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Outside text on one line, for a table or a line on the console: no markup, control characters as escapes."""
+    return Text(escape_line(text), style=style)
 
 
 class _Trimmed:

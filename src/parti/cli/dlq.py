@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from parti.app.signals import run_interruptibly
-from parti.cli.control import count, listed, open_console, open_server, print_json
+from parti.cli.control import count, listed, open_console, open_server, print_json, shown
 from parti.cli.letters import letter_json, list_json, payload_json, print_letter, print_list
 from parti.cli.options import BucketOption, JsonOption, NatsOption
 from parti.cli.progress import progress_bar
+from parti.cli.questions import can_ask, confirmed
 from parti.config import Settings, load_settings
 from parti.core.dead_letter import Letter
 from parti.errors import ConfigError, PartiError
@@ -28,6 +27,7 @@ from parti.jetstream.letter_replay import LetterReplay, Outcome, delete_letter, 
 from parti.jetstream.letters import Letters
 from parti.model.fleet import key_of
 from parti.model.letter_mark import LetterMark
+from parti.model.safe_text import escape_line
 from parti.strategies import natural_order
 
 app = typer.Typer(help="Look at dead letters, send them back to their stream, remove them.", no_args_is_help=True)
@@ -110,8 +110,8 @@ def show(
             if found is None:
                 raise ConfigError(_no_such(letters, [seq]))
             letter, payload = found
-            if letter.payload_left_out and (origin := await letters.stored(letter.stream, letter.origin_seq)):
-                payload = origin.data
+            if letter.payload_left_out and (original := await letters.original(letter)):
+                payload = original.data
             return letter, payload, (await read_marks(letters)).get(seq)
 
     letter, payload, mark = run_interruptibly(read())
@@ -156,7 +156,7 @@ def replay(
             if not chosen:
                 return Outcome()
             streams = listed(natural_order({letter.stream for letter in chosen}))
-            if not yes and not _confirmed(f"Send {count(len(chosen), 'dead letter')} back to {streams}?"):
+            if not yes and not await _confirmed(f"Send {count(len(chosen), 'dead letter')} back to {streams}?"):
                 return None
             with progress_bar(console, "sending", len(chosen), quiet=json) as done:
                 return await LetterReplay(letters, keep=keep, again=again).run(chosen, done)
@@ -193,7 +193,7 @@ def purge(
     async def work() -> int | None:
         async with _opened(settings) as letters:
             chosen = await _choose(letters, choice, console, quiet=json)
-            if chosen and not yes and not _confirmed(f"Remove {count(len(chosen), 'dead letter')} for good?"):
+            if chosen and not yes and not await _confirmed(f"Remove {count(len(chosen), 'dead letter')} for good?"):
                 return None
             with progress_bar(console, "removing", len(chosen), quiet=json) as done:
                 return await _remove(letters, chosen, done)
@@ -330,10 +330,10 @@ async def _check_partition(letters: Letters, bucket: str, partition: str, found:
         raise _no_letters_of(partition, found)
 
 
-def _confirmed(question: str) -> bool:
-    if not sys.stdin.isatty():
+async def _confirmed(question: str) -> bool:
+    if not can_ask():
         raise ConfigError(f"{question.rstrip('?')}: nobody is here to confirm it; use --yes if that is what you want")
-    return typer.confirm(question, err=True)
+    return await confirmed(escape_line(question), err=True)
 
 
 def _leave_unchanged(console: Console) -> None:
@@ -349,7 +349,7 @@ async def _remove(letters: Letters, chosen: Sequence[Letter], done: Any) -> int:
 
     async def remove(letter: Letter) -> bool:
         async with turns:
-            removed = await delete_letter(letters, letter.seq)
+            removed = await delete_letter(letters, letter)
         done(1)
         return removed
 
@@ -376,7 +376,7 @@ def _tell_replay(console: Console, outcome: Outcome, *, keep: bool, json: bool) 
         kept = "; they stay here, marked as sent" if keep and sent else ""
         console.print(f"Sent {count(sent, 'dead letter')}{before}{kept}.", style="yellow" if failed else "green")
         for seq, why in sorted(failed.items())[:_FAILURES]:
-            console.print(Text(f"  letter {seq} was not sent: {why}"), style="bold red", soft_wrap=True)
+            console.print(shown(f"  letter {seq} was not sent: {why}"), style="bold red", soft_wrap=True)
         if len(failed) > _FAILURES:
             console.print(f"  … and {len(failed) - _FAILURES:,} more (--json)", style="dim")
     if failed:

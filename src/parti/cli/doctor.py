@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,13 +18,15 @@ from rich.text import Text
 
 from parti.app.signals import run_interruptibly
 from parti.app.worker import MIN_SERVER_VERSION
-from parti.cli.control import count, listed, open_console, open_server, print_json, timestamp
+from parti.cli.control import count, listed, open_console, open_control, open_server, print_json, timestamp
 from parti.cli.options import BucketOption, JsonOption, NatsOption
 from parti.cli.perms import names_of
 from parti.config import Settings, load_settings
+from parti.config.secret_files import exposed_keys
 from parti.coordination.control_plane import read_keys
 from parti.coordination.orders import Situation
 from parti.coordination.records import KEYS
+from parti.coordination.repairs import remove_unreadable, repair_of, unreadable_among
 from parti.core.checkup import (
     Finding,
     Level,
@@ -31,6 +34,7 @@ from parti.core.checkup import (
     judge_bucket,
     judge_cliff,
     judge_clock,
+    judge_fleets,
     judge_leftovers,
     judge_limits,
     judge_replicas,
@@ -41,14 +45,16 @@ from parti.core.checkup import (
     ok,
     warning,
 )
-from parti.core.consumer_config import surely_of, workers_of
+from parti.core.consumer_config import PREFIX, fleet_of, is_foreign, surely_of, workers_of
 from parti.core.role_calls import ROLES, Call, Role, calls_of
 from parti.errors import ConfigError, JetStreamUnavailable, NotFound, PartiError
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.checkup import denied_among, read_clock, read_identity, read_sync
 from parti.jetstream.connection import Connection
+from parti.jetstream.kv import Bucket
+from parti.model.fleet import FleetRecord, decode
 from parti.model.history import history_stream
-from parti.setting_types import strip_userinfo
+from parti.model.safe_text import strip_userinfo
 from parti.spark.java import find_java
 from parti.telemetry.logs import configure_logging
 from parti.version import __version__
@@ -61,6 +67,10 @@ _MARKS = {
 }
 
 
+_OTHER_KEYS = ("progress.>", "state.>", "migration", "migration.>", "migrator", "mirror")
+"""Records that nothing else in here looks at."""
+
+
 def doctor(
     role: Annotated[
         list[str] | None,
@@ -71,19 +81,26 @@ def doctor(
     stream: Annotated[
         str | None, typer.Option(metavar="NAME", help="The stream to look at, if not that of the fleet.")
     ] = None,
+    repair: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Delete one record of the bucket, if it cannot be read; nothing else."),
+    ] = None,
     json: JsonOption = False,
     nats: NatsOption = None,
     bucket: BucketOption = None,
 ) -> None:
     """Look at server, account, stream, bucket, permissions, clock, Java and leftovers, and say what to do.
 
-    Nothing is changed: permissions are tried with messages that have no effect. Exit codes: 0 no errors, 1 there are
-    errors, 2 no server, no such stream or no such role.
+    Nothing is changed, but by --repair: permissions are tried with messages that have no effect. Exit codes: 0 no
+    errors, 1 there are errors, 2 no server, no such stream, no such role or nothing to repair.
     """
     for each in role or ():
         if each not in ROLES:
             raise ConfigError(f"--role {each!r}: expected one of {', '.join(ROLES)}")
     settings = load_settings({"nats": nats, "bucket": bucket})
+    if repair:
+        run_interruptibly(_repair(settings, repair))
+        return
 
     async def look() -> list[Finding]:
         async with open_server(settings) as (connection, api):
@@ -97,6 +114,12 @@ def doctor(
         _print(open_console(), settings, findings)
     if any(finding.level is Level.ERROR for finding in findings):
         raise typer.Exit(1)
+
+
+async def _repair(settings: Settings, key: str) -> None:
+    async with open_control(settings) as control:
+        reason = await remove_unreadable(control.plane.bucket, key)
+    typer.echo(f"Deleted {key}, which was unreadable ({reason}).")
 
 
 @dataclass(slots=True)
@@ -120,6 +143,8 @@ class _Visit:
             connection.server_info, connection.server_version, MIN_SERVER_VERSION, settings.nats
         ):
             yield finding
+        for exposure in exposed_keys(settings):
+            yield warning("secrets", exposure.text, "whoever may read it can be this user", exposure.fix)
         parts = (
             self._account(),
             self._bucket(),
@@ -128,6 +153,7 @@ class _Visit:
             self._sync(),
             self._permissions(),
             self._clock(),
+            self._fleets(),
             self._leftovers(),
         )
         for part in parts:
@@ -192,6 +218,10 @@ class _Visit:
             yield ok(f"bucket {name}", f"{count(len(members), 'worker')} here; 'parti status' tells how it goes")
         else:
             yield note(f"bucket {name}", "no worker runs at the moment")
+        entries |= await read_keys(self.connection, self.api, name, _OTHER_KEYS)
+        for key, reason in unreadable_among(entries).items():
+            meaning = "its readers go on without it"
+            yield error(f"record {key}", f"it cannot be read: {reason}", meaning, repair_of(key))
 
     async def _stream(self) -> AsyncIterator[Finding]:
         name, settings = self._stream_name, self.settings
@@ -280,8 +310,15 @@ class _Visit:
             missing = [call for call in wanted if call in denied]
             if missing:
                 yield self._lacks(role, missing)
-            else:
+            elif wanted:
                 able.append(role)
+            elif role in self.wanted_roles:
+                yield note(
+                    "permissions",
+                    f"the role {role} was not tried",
+                    "this user may not see what the stream takes",
+                    "publish something as this user",
+                )
         if able:
             yield ok("permissions", f"this user can be: {', '.join(able)}")
 
@@ -316,6 +353,38 @@ class _Visit:
         names = await self.api.stream_names()
         return await read_clock(self.api, names[0]) if names else None
 
+    async def _fleets(self) -> AsyncIterator[Finding]:
+        """Other fleets whose consumers have the same names as those of this one."""
+        stream = self._stream_name
+        if stream is None or await self._info(stream) is None:
+            return
+        prefix = self.situation.fleet.prefix if self.situation and self.situation.fleet else self.settings.prefix
+        marks: dict[str, list[str]] = {}
+        for info in await self.api.consumers(stream):
+            name = str(info.config.get("name", ""))
+            ours = (info.config.get("metadata") or {}).get(PREFIX) == prefix and workers_of(name, prefix)
+            if ours and is_foreign(info.config, self.settings.bucket):
+                marks.setdefault(fleet_of(info.config), []).append(name)
+        for finding in judge_fleets(stream, prefix, self.settings.bucket, marks, await self._twins(stream, prefix)):
+            yield finding
+
+    async def _twins(self, stream: str, prefix: str) -> list[str]:
+        """Buckets of other fleets that say the same stream and prefix of themselves, as far as they can be read."""
+        found = []
+        for name in (s.removeprefix("KV_") for s in await self.api.stream_names() if s.startswith("KV_")):
+            if name == self.settings.bucket:
+                continue
+            try:
+                entry = await Bucket(self.api, name).get("fleet")
+                fleet = decode(entry.value, FleetRecord) if entry and entry.value else None
+            except (msgspec.ValidationError, msgspec.DecodeError):
+                continue
+            except PartiError:
+                break  # this user may not read other buckets
+            if fleet and (fleet.stream, fleet.prefix) == (stream, prefix):
+                found.append(name)
+        return found
+
     async def _leftovers(self) -> AsyncIterator[Finding]:
         stream, settings = self._stream_name, self.settings
         names = await self.api.stream_names()
@@ -334,8 +403,9 @@ class _Visit:
             here = self.situation.records.members.keys() | self.situation.records.named_in_claims
         if not self._running:
             here = set()
-        found = await self.api.consumer_names(stream)
-        ours = {n: workers_of(n, self.settings.prefix) for n in found}
+        found = await self.api.consumers(stream)
+        own = [info.config for info in found if not is_foreign(info.config, self.settings.bucket)]
+        ours = {str(c.get("name", "")): workers_of(str(c.get("name", "")), self.settings.prefix) for c in own}
         return [
             name
             for name, workers in ours.items()

@@ -94,7 +94,11 @@ async def _read(control: Control, situation: Situation, name: str) -> Story:
     assert situation.fleet
     api, notes = control.plane.api, list[str]()
     stream = situation.fleet.stream
-    (row,), note = await read_rows(control, situation, [name], open_console(), quiet=True, first=True)
+    rows, note = await read_rows(control, situation, [name], open_console(), quiet=True, first=True)
+    if not rows:
+        template = situation.fleet.template
+        raise ConfigError(f"{name!r} has a claim, but no partition of the template {template!r} can have that name")
+    (row,) = rows
     notes += [note] * bool(note)
     history: Sequence[HistoryRecord] | None = None
     try:

@@ -155,7 +155,7 @@ def config_template(given: Mapping[str, object]) -> str:
                 lines.append(f"{name} = {_toml(given[name])}")
             elif name in _SECRETS:
                 lines.append(f"# {name}: better in the environment, as PARTI_{name.upper()}, than in a file")
-            elif field.default is None:
+            elif field.default is None or field.default_factory is not None:
                 lines.append(f"# {name} is not set")
             else:
                 lines.append(f"# {name} = {_toml(field.default)}")

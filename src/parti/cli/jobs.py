@@ -19,7 +19,7 @@ from rich.text import Text
 from parti.app.process import run_worker
 from parti.app.signals import run_interruptibly
 from parti.app.supervisor import die_with_parent
-from parti.cli.control import count, open_console, print_json, span, timestamp
+from parti.cli.control import count, open_console, print_json, shown, span, timestamp
 from parti.cli.options import (
     JsonOption,
     LogFormatOption,
@@ -37,7 +37,7 @@ from parti.jetstream.kv import Entry
 from parti.jobs.app import JobApp
 from parti.jobs.desk import JobDesk, Line, Picture, Queue
 from parti.model.job import BUCKET_SUFFIX, JobState, job_id
-from parti.setting_types import strip_userinfo
+from parti.model.safe_text import escape_line, strip_userinfo
 from parti.telemetry.logs import configure_logging
 
 app = typer.Typer(help="Run heavy jobs under a weighted scheduler, and look at them.", no_args_is_help=True)
@@ -86,7 +86,7 @@ def run(
 
     SIGTERM or Ctrl-C drains: pulling stops, what has not begun goes back at once, running jobs finish within
     drain_timeout_s. A second one leaves at once. Exit codes: 0 drained, 1 something will be delivered again, 2 the
-    worker could not start.
+    worker could not start, 70 it stood still.
     """
     die_with_parent()
     found = load_named(target, JobApp, "parti.jobs.JobApp")
@@ -247,12 +247,12 @@ def _place(settings: Settings) -> str:
 def draw(picture: Picture, place: str, room: int | None = None) -> RenderableType:
     """The whole screen; with `room` no more jobs than that."""
     numbers = ", ".join(f"{number:,} {state}" for state, number in picture.counts.items() if number)
-    parts: list[RenderableType] = [Text(f"{place}: {numbers or 'no jobs'}", style="bold")]
-    parts += [Text(_queue_text(queue), style="dim") for queue in picture.queues]
-    shown = picture.lines if room is None else picture.lines[:room]
-    if shown:
-        parts += [Text(), _table(shown)]
-    if hidden := len(picture.lines) - len(shown):
+    parts: list[RenderableType] = [shown(f"{place}: {numbers or 'no jobs'}", "bold")]
+    parts += [shown(_queue_text(queue), "dim") for queue in picture.queues]
+    lines = picture.lines if room is None else picture.lines[:room]
+    if lines:
+        parts += [Text(), _table(lines)]
+    if hidden := len(picture.lines) - len(lines):
         parts.append(Text(f"… and {count(hidden, 'more job')} ('parti jobs ls' lists all)", style="dim"))
     return Group(*parts)
 
@@ -280,15 +280,15 @@ def _table(lines: Sequence[Line]) -> Table:
         if line.silent:
             state = Text("silent", style="bold red")
         table.add_row(
-            line.id,
+            shown(line.id),
             state,
             ProgressBar(total=100, completed=record.percent, width=_BAR),
             f"{record.percent:.0f}",
             str(record.slots or ""),
             str(record.attempt),
             span(line.seconds) if record.started_s else "",
-            record.worker,
-            Text(_doing(line), overflow="ellipsis", no_wrap=True),
+            shown(record.worker),
+            Text(escape_line(_doing(line)), overflow="ellipsis", no_wrap=True),
         )
     return table
 

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parti.cli.control import count, span, timestamp
+from parti.cli.control import count, shown, span, timestamp
 from parti.core.dead_letter import Letter, reason_of
 from parti.model.letter_mark import LetterMark
+from parti.model.safe_text import escape
 
 _DUMP_WIDTH = 16
 
@@ -38,11 +39,11 @@ def print_list(
         table.add_row(
             str(letter.seq),
             span((now - letter.stored_at).total_seconds()),
-            Text(letter.partition),
-            Text(f"{letter.stream} {letter.origin_seq}"),
+            shown(letter.partition),
+            shown(f"{letter.stream} {letter.origin_seq}"),
             str(letter.attempts or ""),
-            Text(letter.worker),
-            Text(f"{_mark_text(marks.get(letter.seq))}{letter.error}"),
+            shown(letter.worker),
+            shown(f"{_mark_text(marks.get(letter.seq))}{letter.error}"),
         )
     console.print(table)
     if len(chosen) > limit:
@@ -53,7 +54,7 @@ def print_list(
     for title, counts in (("reasons", by_reason), ("partitions", by_partition)):
         named = ", ".join(f"{name} {number:,}" for name, number in counts.most_common(5))
         more = f" and {len(counts) - 5:,} more" if len(counts) > 5 else ""
-        console.print(Text.assemble((f"{title}: ", "bold"), f"{named}{more}"), soft_wrap=True)
+        console.print(Text.assemble((f"{title}: ", "bold"), shown(f"{named}{more}")), soft_wrap=True)
     console.print(
         f"{count(len(chosen), 'dead letter')} of {count(len(by_partition), 'partition')}; 'parti dlq show LETTER' "
         f"shows one, 'parti dlq replay' sends them back.",
@@ -76,22 +77,43 @@ def print_letter(console: Console, letter: Letter, payload: bytes, mark: LetterM
     facts.add_column(overflow="fold")
     age = span((datetime.now(UTC) - letter.stored_at).total_seconds())
     facts.add_row("letter", f"{letter.seq}, stored {age} ago")
-    facts.add_row("from", Text(f"message {letter.origin_seq} of stream {letter.stream}, subject {letter.subject}"))
-    facts.add_row("partition", Text(letter.partition))
-    facts.add_row("error", Text(letter.error, style="bold red"))
-    facts.add_row("tries", f"{letter.attempts}, by {letter.worker or 'nobody known'}")
-    facts.add_row("published", Text(letter.headers.get("Parti-Published", "")))
+    facts.add_row("from", shown(f"message {letter.origin_seq} of stream {letter.stream}, subject {letter.subject}"))
+    facts.add_row("partition", shown(letter.partition))
+    facts.add_row("error", shown(letter.error, "bold red"))
+    facts.add_row("tries", shown(f"{letter.attempts}, by {letter.worker or 'nobody known'}"))
+    facts.add_row("published", shown(letter.headers.get("Parti-Published", "")))
+    if letter.cut:
+        facts.add_row("cut", shown(_cut_text(letter), "yellow"))
     if mark:
-        facts.add_row("replay", Text(f"{_mark_text(mark).strip()} by {mark.by} at {timestamp(mark.at)}"))
+        facts.add_row("replay", shown(f"{_mark_text(mark).strip()} by {mark.by} at {timestamp(mark.at)}"))
     for name, value in letter.own_headers.items():
-        facts.add_row("header", Text(f"{name}: {value}"))
+        facts.add_row("header", shown(f"{name}: {value}"))
     console.print(facts)
     console.print()
-    where = f" (left in stream {letter.stream})" if letter.payload_left_out else ""
-    console.print(f"payload, {count(len(payload), 'byte')}{where}:", style="bold")
-    console.print(Text(_readable(payload[:most])), soft_wrap=True)
+    if letter.traceback:
+        console.print("traceback:", style="bold")
+        console.print(Text(escape(letter.traceback)), soft_wrap=True)
+        console.print()
+    where = f" (left in {_original_place(letter)})" if letter.payload_left_out else ""
+    console.print(shown(f"payload, {count(len(payload), 'byte')}{where}:", "bold"))
+    console.print(Text(escape(_readable(payload[:most]))), soft_wrap=True)
     if len(payload) > most:
         console.print(f"… and {count(len(payload) - most, 'more byte')} (--bytes)", style="dim")
+
+
+def _cut_text(letter: Letter) -> str:
+    """What is not in the letter as it was, and where it is."""
+    cut = letter.cut
+    said = ["subject (not told exactly, so it cannot be sent back)"] * ("subject" in cut)
+    if rest := " and ".join(sorted(cut - {"subject"})):
+        said.append(f"{rest} (see {_original_place(letter)}; a replay takes them from there)")
+    return ", ".join(said)
+
+
+def _original_place(letter: Letter) -> str:
+    if letter.original is not None:
+        return f"message {' and '.join(map(str, letter.original[1]))} of the dead-letter stream"
+    return f"stream {letter.stream}"
 
 
 def _text(payload: bytes) -> str | None:
@@ -144,6 +166,7 @@ def letter_json(letter: Letter, mark: LetterMark | None) -> dict[str, Any]:
         "error": letter.error,
         "attempts": letter.attempts,
         "worker": letter.worker,
+        "cut": sorted(letter.cut),
         "replay": mark and {"state": mark.state, "sent_as": mark.sent_as or None, "by": mark.by},
     }
 

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
+from parti.cli.streams import Streams, is_service
 from parti.errors import PartiError
+from parti.model.safe_text import one_line
 from parti.version import __version__
 
 _COMMANDS = {
@@ -45,6 +47,8 @@ _COMMANDS = {
 """What `parti --help` says of each command: the first sentence of its own help."""
 _MODULES = {"resume": "pause"}
 """Where a command lives, if not in the module of its name."""
+_MOST_SAID = 4_000
+"""Characters of an error."""
 _COMPLETION = "_PARTI_COMPLETE"
 """Set by a shell that wants to complete a command line; which one, only the commands know."""
 
@@ -137,13 +141,16 @@ def _refuse(text: str, context: typer.Context | None) -> int:
 
 def _complain(text: str, code: int = 2) -> int:
     # An error from the user's own module may span lines.
-    typer.echo(f"parti: {' '.join(text.split())}", err=True)
+    typer.echo(f"parti: {one_line(text, _MOST_SAID)}", err=True)
     return code
 
 
 def run() -> None:
     """Run the command line of this process."""
-    sys.exit(main(sys.argv[1:]))
+    arguments = sys.argv[1:]
+    streams = Streams(service=is_service([each for each in arguments if not each.startswith("-")]))
+    streams.install()
+    sys.exit(streams.finish(main(arguments)))
 
 
 if __name__ == "__main__":

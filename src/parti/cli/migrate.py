@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import socket
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from parti.app.signals import run_interruptibly
 from parti.cli.control import open_console, open_control, open_server, print_json, read_settings
 from parti.cli.migrate_view import Bar, plan_json, print_plan, print_result, print_status, result_json, status_json
 from parti.cli.options import BucketOption, JsonOption, NatsOption
-from parti.cli.questions import confirmed
+from parti.cli.questions import can_ask, confirmed
 from parti.cli.worker import load_app
 from parti.config import Settings
 from parti.coordination.control_plane import ControlPlane
@@ -33,6 +32,7 @@ from parti.errors import ApiError, ConfigError, LeaseLost, RequestTimeout
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.kv import Bucket
 from parti.model.migration import Action
+from parti.model.safe_text import one_line
 
 _ANSWER_S = 20.0
 
@@ -181,7 +181,7 @@ def run_(
         with Bar(quiet=quiet) as bar:
             outcome = run_interruptibly(_in_bucket(settings, work, bar, wish))
     except (RequestTimeout, LeaseLost, ApiError) as error:
-        typer.echo(f"parti: {' '.join(str(error).split())}; what was begun goes on with the same command", err=True)
+        typer.echo(f"parti: {one_line(str(error))}; what was begun goes on with the same command", err=True)
         raise typer.Exit(1) from None
     if isinstance(outcome, str):
         print_json({"dry_run": True, "text": outcome}) if json else open_console().print(f"Dry run: {outcome}.")
@@ -265,7 +265,7 @@ async def _confirm(migrator: Migrator, action: Action, manner: Manner, *, yes: b
     if yes or not (deletes or (action == "abandon" and (await migrator.foresee_abandonment()).doubts)):
         return yes
     would = (await migrator.foresee(action, manner)).removeprefix("would ")
-    if not sys.stdin.isatty():
+    if not can_ask():
         raise ConfigError(f"this would {would}; say --yes if that is meant")
     if not await confirmed(f"This will {would}. Go on?"):
         raise ConfigError("nothing was done")

@@ -31,6 +31,7 @@ from parti.cli.control import (
 )
 from parti.coordination.orders import Change, Situation, obstacle, read_situation, watch_situation
 from parti.coordination.records import Records
+from parti.coordination.repairs import repair_of
 from parti.errors import ConfigError, ControlPlaneReset, RequestTimeout
 from parti.jetstream.kv import Entry
 from parti.model.fleet import Orders
@@ -99,6 +100,8 @@ async def read_all(control: Control) -> Situation:
 async def look(control: Control) -> Situation:
     """The fleet and its orders as they are; raises `ConfigError` when there is no fleet in the bucket."""
     situation = await read_all(control)
+    if "fleet" in situation.records.unreadable:
+        raise ConfigError(f"the record of the fleet in {control.place} cannot be read: {repair_of('fleet')}")
     if situation.fleet is None:
         raise ConfigError(
             f"there is no fleet in {control.place}: only workers on their own (--solo) have run here, and they take "

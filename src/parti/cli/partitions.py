@@ -29,6 +29,7 @@ from parti.cli.orders import look, worker_named
 from parti.cli.progress import progress_bar
 from parti.coordination.orders import Situation
 from parti.coordination.takeover import Takeovers
+from parti.core.fleet_report import waits_for_room
 from parti.errors import ConfigError, PartiError
 from parti.jetstream.waiting import UNKNOWN, Backlog, Waiting
 from parti.model.fleet import Claim, FleetRecord
@@ -132,6 +133,8 @@ def _chosen(situation: Situation, owner: str, unowned: bool) -> list[str]:
 
 def shown_state(partition: str, claim: Claim, situation: Situation) -> str:
     """What can be said of a partition: its claim's state, or what keeps everybody from handling it."""
+    if waits_for_room(claim):
+        return "unowned"
     if claim.state == "free":
         if partition in situation.orders.withheld:
             return "withheld"
@@ -154,13 +157,12 @@ async def read_rows(
     """Rows of these partitions and, if the stream cannot be read, why; `first`: with the first message that waits."""
     assert situation.fleet
     claims, template = situation.records.claims, Template(situation.fleet.template)
-    rows = [
-        Row(p, template.partition(p).subject, claims[p], shown_state(p, claims[p], situation), None) for p in names
-    ]
+    found = [partition for p in names if (partition := template.find(p))]
+    rows = [Row(p.id, p.subject, claims[p.id], shown_state(p.id, claims[p.id], situation), None) for p in found]
     if not rows:
         return rows, ""
     try:
-        positions = await _positions(control, situation.fleet, template, {p: claims[p] for p in names})
+        positions = await _positions(control, situation.fleet, template, {p.id: claims[p.id] for p in found})
         rows = [replace(row, position=positions[row.partition]) for row in rows]
         info = await control.plane.api.stream_info(situation.fleet.stream)
         wanted = {row.partition: (row.subject, positions[row.partition]) for row in rows}

@@ -22,6 +22,7 @@ from parti.cli.spark_exit import exit_with_spark, stopped_by_signals
 from parti.config import Settings, load_settings
 from parti.errors import ConfigError, PartiError, PipelineFailed
 from parti.jetstream.target import Target
+from parti.model.safe_text import one_line
 from parti.spark.lake import is_local
 from parti.spark.pipelines.bronze import look_at
 from parti.spark.pipelines.progress import Step
@@ -74,7 +75,7 @@ def run_(
             with shown:
                 done = run(plan, master=master, every_s=every_s, stop=asked, report=shown.take, say=shown.say)
         except PipelineFailed as error:
-            typer.echo(f"parti: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"parti: {one_line(str(error))}", err=True)
             raise typer.Exit(1) from None
     shown.conclude(plan.stages, done=done)
     if not done:

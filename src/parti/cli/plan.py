@@ -225,11 +225,8 @@ def _notes(situation: Situation, change: Change, settings: Settings) -> list[str
         )
     if orders := list(standing(records, situation.orders)):
         notes.append(f"Orders stand: {'; '.join(orders)}.")
-    if records.unreadable:
-        unreadable = (
-            f"{count(records.unreadable, 'record')} cannot be read and {'is' if records.unreadable == 1 else 'are'}"
-        )
-        notes.append(f"{unreadable} not in this plan: is another version of parti at work?")
+    if records.trouble:
+        notes.append(f"Not in this plan is what cannot be read: {records.trouble}.")
     return notes
 
 

@@ -24,7 +24,7 @@ from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.priority import GroupReport, find_groups, unpin
 from parti.jetstream.switches import Switch, Switches
-from parti.setting_types import strip_userinfo
+from parti.model.safe_text import strip_userinfo
 from parti.telemetry.logs import configure_logging
 
 app = typer.Typer(help="Look at priority groups of consumers, unpin a client, watch switches.", no_args_is_help=True)

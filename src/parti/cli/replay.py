@@ -28,6 +28,7 @@ from parti.config import load_settings
 from parti.errors import ConfigError, ReplayFailed
 from parti.jetstream.target import Target
 from parti.model.partition import Template
+from parti.model.safe_text import one_line
 from parti.spark.interruption import interrupted_by
 from parti.spark.options import Offset, read_offset
 from parti.spark.replay import SparkRounds
@@ -114,7 +115,7 @@ def run_(
             try:
                 outcome = run_interruptibly(_run(replay, open_rounds))
             except ReplayFailed as error:
-                typer.echo(f"parti: {' '.join(str(error).split())}", err=True)
+                typer.echo(f"parti: {one_line(str(error))}", err=True)
                 raise typer.Exit(1) from None
     if json:
         print_json(_as_json(outcome))
@@ -332,6 +333,6 @@ def table(
         ):
             rows = reprocess(spark, request)
     except ReplayFailed as error:
-        typer.echo(f"parti: {' '.join(str(error).split())}", err=True)
+        typer.echo(f"parti: {one_line(str(error))}", err=True)
         raise typer.Exit(1) from None
     console.print(f"Wrote {count(rows, 'row')} to {output}.")

@@ -25,6 +25,7 @@ from parti.cli.control import (
     open_control,
     print_json,
     read_settings,
+    shown,
     span,
     timestamp,
 )
@@ -35,11 +36,12 @@ from parti.config import Settings
 from parti.coordination.orders import Situation, watch_situation
 from parti.coordination.records import Records
 from parti.coordination.worker_rows import WorkerRow, worker_rows
-from parti.core.fleet_report import FleetReport
+from parti.core.fleet_report import FleetReport, waits_for_room
 from parti.core.fleet_view import FleetState
 from parti.errors import ConfigError
 from parti.jetstream.kv import Entry
 from parti.model.fleet import LeaderRecord, Orders
+from parti.model.safe_text import escape_line
 from parti.strategies import natural_order
 
 _BY_WEIGHT = (
@@ -68,6 +70,8 @@ _OTHER_LINES = 5
 """Titles of the table, two empty lines, the count of workers left out, and the prompt that follows."""
 _SAID = 5
 """Problems that a sentence names."""
+_NAMED = 10
+"""Partitions that a sentence names."""
 _LATE_S = 3.0
 _DRAW_S = 0.25
 _REDRAW_S = 1.0
@@ -155,7 +159,7 @@ def take_picture(place: str, records: Records, orders: Orders | None = None) -> 
     partitions: Counter[str] = Counter()
     for partition, claim in records.claims.items():
         owner = records.members.get(claim.owner)
-        if claim.state == "free":
+        if claim.state == "free" and not waits_for_room(claim):
             partitions["paused"] += partition in orders.paused
         elif owner is None:
             partitions["unowned"] += 1
@@ -189,7 +193,7 @@ def _problems(records: Records, report: FleetReport, rows: Sequence[WorkerRow]) 
     elif leader is None:
         yield "there is no rebalancer"
     if report.unowned:
-        yield f"{count(len(report.unowned), 'partition')} without a live owner"
+        yield f"{count(len(report.unowned), 'partition')} without a live owner ({listed(report.unowned, _NAMED)})"
     if leader and leader.state == FleetState.DEGRADED:
         yield f"the rebalancer says: {leader.reason}"
     ailing: dict[str, list[str]] = {}
@@ -200,8 +204,9 @@ def _problems(records: Records, report: FleetReport, rows: Sequence[WorkerRow]) 
         # In a degraded fleet each worker repeats what the rebalancer says.
         if not leader or problem != f"{FleetState.DEGRADED}: {leader.reason}":
             yield f"{listed(names, 3)}: {problem}"
-    if records.unreadable:
-        yield f"{count(records.unreadable, 'record')} cannot be read: is another version of parti at work?"
+    yield from report.stalls
+    if records.trouble:
+        yield records.trouble
 
 
 def _notes(
@@ -221,6 +226,7 @@ def _notes(
     ]
     if late:
         yield f"{listed(late)} did not apply the newest assignment yet"
+    yield from report.recoveries
     skewed = [row.worker for row in rows if _skewed(row)]
     if skewed:
         yield f"the clock of {listed(skewed)} and the one here differ: the heartbeat looks too old"
@@ -268,9 +274,9 @@ def draw(picture: Picture, console: Console, *, fit: bool) -> RenderableType:
 def _foot(verdict: Verdict) -> Text:
     foot = Text()
     if verdict.problems and verdict.notes:
-        foot.append(f"Note: {_in_short(verdict.notes)}.\n", style="yellow")
+        foot.append(f"Note: {escape_line(_in_short(verdict.notes))}.\n", style="yellow")
     return foot.append(
-        verdict.summary, style="bold red" if verdict.problems else "yellow" if verdict.notes else "green"
+        escape_line(verdict.summary), style="bold red" if verdict.problems else "yellow" if verdict.notes else "green"
     )
 
 
@@ -282,14 +288,14 @@ def _head(picture: Picture) -> Table:
     head = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
     head.add_column(style="bold", no_wrap=True)
     head.add_column(overflow="fold")
-    head.add_row("fleet", f"{picture.place}, {timestamp(picture.at)[:19].replace('T', ' ')} UTC")
+    head.add_row("fleet", shown(f"{picture.place}, {timestamp(picture.at)[:19].replace('T', ' ')} UTC"))
     leader = picture.report.leader
     head.add_row("rebalancer", _leader_text(leader, picture.at) if leader else Text("none", style="bold red"))
     states = Counter(row.shown_state for row in picture.rows)
     by_state = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
     waiting_by = sum(len(row.standbys) for row in picture.rows)
     standby = f"; {waiting_by:,} standing by" if waiting_by else ""
-    head.add_row("workers", f"{len(picture.rows):,}{': ' + by_state if by_state else ''}{standby}")
+    head.add_row("workers", shown(f"{len(picture.rows):,}{': ' + by_state if by_state else ''}{standby}"))
     numbers = picture.partitions
     unowned = numbers["unowned"]
     preparing = f"{numbers['preparing']:,} preparing to move, " if numbers["preparing"] else ""
@@ -299,12 +305,12 @@ def _head(picture: Picture) -> Table:
         partitions.append(f"{waiting:,} waiting, ", style="yellow")
     partitions.append(f"{unowned:,} unowned", style="bold red" if unowned else "")
     if unowned:
-        partitions.append(f" ({listed(picture.report.unowned, 3)})")
+        partitions.append(escape_line(f" ({listed(picture.report.unowned, 3)})"))
     if paused := numbers["paused"]:
         partitions.append(f"; {paused:,} paused", style="yellow")
     head.add_row("partitions", partitions)
     if orders := "; ".join(_orders_said(picture.orders)):
-        head.add_row("orders", Text(orders))
+        head.add_row("orders", shown(orders))
     return head
 
 
@@ -323,11 +329,13 @@ def _orders_said(orders: Orders) -> Iterator[str]:
 
 def _leader_text(leader: LeaderRecord, now: datetime) -> Text:
     since = span((now - leader.since).total_seconds())
-    text = Text(f"{leader.holder}, term {leader.term}, since {since}: ")
+    text = shown(f"{leader.holder}, term {leader.term}, since {since}: ")
     style = "green" if leader.state == FleetState.STABLE else "yellow"
-    text.append(leader.state or "elected", style="bold red" if leader.state == FleetState.DEGRADED else style)
+    text.append(
+        escape_line(leader.state) or "elected", style="bold red" if leader.state == FleetState.DEGRADED else style
+    )
     if leader.reason and leader.state != FleetState.STABLE:  # which says what stands below anyway
-        text.append(f", {leader.reason}")
+        text.append(escape_line(f", {leader.reason}"))
     return text
 
 
@@ -353,7 +361,7 @@ async def _keep_showing(control: Control, console: Console) -> None:
                 picture = take_picture(control.place, situation.records, situation.orders)
                 screen = draw(picture, console, fit=True)
                 if not watch.healthy:
-                    old = Text(f"No news, so this may be old: {watch.last_error}", style="bold red")
+                    old = shown(f"No news, so this may be old: {watch.last_error}", "bold red")
                     screen = Group(old, screen)
                 live.update(screen, refresh=True)
                 await asyncio.sleep(_DRAW_S)

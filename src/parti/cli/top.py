@@ -24,6 +24,7 @@ from parti.cli.control import (
     open_control,
     print_json,
     read_settings,
+    shown,
     span,
     timestamp,
 )
@@ -88,6 +89,8 @@ class Picture:
     state: str
     """What the rebalancer says."""
     note: str = ""
+    stalls: Sequence[str] = ()
+    """Workers that stand still, or have left because they did."""
 
     @property
     def failing(self) -> dict[str, str]:
@@ -131,7 +134,8 @@ def take_picture(place: str, situation: Situation, lags: Mapping[str, int], note
         len(report.moving),
         moved,
         said,
-        note,
+        note or situation.records.trouble,
+        report.stalls,
     )
 
 
@@ -143,8 +147,8 @@ def draw(picture: Picture, room: int | None = None) -> RenderableType:
     head = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
     head.add_column(style="bold", no_wrap=True)
     head.add_column(overflow="fold")
-    head.add_row("fleet", f"{picture.place}, {timestamp(picture.at)[:19].replace('T', ' ')} UTC")
-    head.add_row("rebalancer", Text(picture.state, style="bold red" if picture.state == "none" else ""))
+    head.add_row("fleet", shown(f"{picture.place}, {timestamp(picture.at)[:19].replace('T', ' ')} UTC"))
+    head.add_row("rebalancer", shown(picture.state, "bold red" if picture.state == "none" else ""))
     head.add_row("messages", _totals(picture))
     unowned = Text(f"{picture.unowned:,} unowned", style="bold red" if picture.unowned else "")
     head.add_row(
@@ -163,9 +167,10 @@ def draw(picture: Picture, room: int | None = None) -> RenderableType:
     if hidden := len(picture.rows) - len(rows):
         parts.append(Text(f"… and {count(hidden, 'more worker')} ('parti workers' lists all)", style="dim"))
     for partition, text in list(picture.failing.items())[:_FAILING]:
-        parts.append(Text(f"{partition} fails: {text}", style="yellow"))
+        parts.append(shown(f"{partition} fails: {text}", "yellow"))
+    parts += [shown(stall, "bold red") for stall in picture.stalls]
     if picture.note:
-        parts.append(Text(picture.note, style="yellow"))
+        parts.append(shown(picture.note, "yellow"))
     return Group(*parts)
 
 
@@ -199,8 +204,8 @@ def _table(picture: Picture, rows: Sequence[WorkerRow]) -> Table:
         numbers.insert(2, "" if lag is None else f"{lag:,}")
         age_s = row.heartbeat_age_s
         table.add_row(
-            Text(row.worker),
-            Text(row.shown_state, style=row.style),
+            shown(row.worker),
+            shown(row.shown_state, row.style),
             f"{row.report.owned:,}",
             *numbers,
             "" if age_s is None else span(age_s),

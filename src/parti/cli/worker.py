@@ -6,6 +6,8 @@ import importlib
 import os
 import socket
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,6 +19,7 @@ from parti.app.process import run_worker
 from parti.app.supervisor import die_with_parent, own_slot, supervise
 from parti.cli.options import LogFormatOption, LogLevelOption, MetricsPortOption, NatsOption
 from parti.config import Settings
+from parti.core.retry import describe
 from parti.errors import ConfigError, HandlerMissing
 from parti.telemetry.logs import configure_logging
 
@@ -57,7 +60,7 @@ def worker(
 
     Every setting can also come from the environment (PARTI_NATS, PARTI_WORKER_ID, ...) or from parti.toml.
     SIGTERM or Ctrl-C drains: pulling stops, running handlers finish, positions are stored. A second one leaves at
-    once. Exit codes: 0 drained, 1 something will be delivered again, 2 the worker could not start.
+    once. Exit codes: 0 drained, 1 something will be delivered again, 2 the worker could not start, 70 it stood still.
     """
     die_with_parent()  # first: importing the app may take long
     options: dict[str, Any] = {
@@ -131,14 +134,37 @@ def load_named(target: str, kind: type[_T], called: str) -> _T:
             raise HandlerMissing(
                 f"there is no module {error.name!r} here; run the command where it can be imported"
             ) from error
-        raise HandlerMissing(f"module {module_name!r} cannot be imported: it needs {error.name!r}") from error
+        raise HandlerMissing(
+            f"module {module_name!r} cannot be imported: it needs {error.name!r}{_place_of(error)}"
+        ) from error
     except Exception as error:
-        raise HandlerMissing(f"module {module_name!r} fails on import: {type(error).__name__}: {error}") from error
+        raise HandlerMissing(
+            f"module {module_name!r} fails on import: {describe(error)}{_place_of(error)}"
+        ) from error
     app = getattr(module, name, None)
     if not isinstance(app, kind):
         found = "has nothing named" if app is None else f"has {_a(type(app).__name__)}, not a {called}, named"
         raise HandlerMissing(f"module {module_name!r} {found} {name!r}; expected {name} = {called}(...)")
     return app
+
+
+def _place_of(error: Exception) -> str:
+    """File and line where a module failed: the innermost one of the user's own code."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f" (at {_short(error.filename)}, line {error.lineno})"
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    calls = [call for call in traceback.extract_tb(error.__traceback__) if not call.filename.startswith("<")]
+    own = [
+        call
+        for call in calls
+        if call.filename != __file__ and not any(call.filename.startswith(f"{path}{os.sep}") for path in libraries)
+    ]
+    return f" (at {_short(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+
+
+def _short(filename: str) -> str:
+    here = f"{Path.cwd()}{os.sep}"
+    return filename.removeprefix(here)
 
 
 def _a(noun: str) -> str:

@@ -22,6 +22,7 @@ from parti.cli.control import (
     open_control,
     print_json,
     read_settings,
+    shown,
     span,
     timestamp,
 )
@@ -32,6 +33,7 @@ from parti.coordination.records import Records
 from parti.coordination.worker_rows import WorkerRow, worker_rows
 from parti.errors import ConfigError
 from parti.model.fleet import Claim, MemberRecord, StandbyRecord
+from parti.model.safe_text import escape, escape_line
 from parti.strategies import natural_key
 
 _SECRET = "token"
@@ -191,20 +193,20 @@ def worker_table(rows: Sequence[WorkerRow], titles: Sequence[str], width: int) -
     `titles` names the columns, the most important ones first.
     """
     told = [column for column in COLUMNS if column.title in titles and any(column.cell(row) for row in rows)]
-    shown = sorted(told, key=lambda column: titles.index(column.title))
-    while len(shown) > 1 and sum(_width(column, rows) + 2 for column in shown) - 2 > width:
-        shown.pop()
+    fitting = sorted(told, key=lambda column: titles.index(column.title))
+    while len(fitting) > 1 and sum(_width(column, rows) + 2 for column in fitting) - 2 > width:
+        fitting.pop()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    columns = [column for column in told if column in shown]
+    columns = [column for column in told if column in fitting]
     for column in columns:
         table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(*(Text(c.cell(row), style=row.style if c.title == "state" else "") for c in columns))
-    return table, [column.title for column in told if column not in shown]
+        table.add_row(*(shown(c.cell(row), row.style if c.title == "state" else "") for c in columns))
+    return table, [column.title for column in told if column not in fitting]
 
 
 def _width(column: Column, rows: Sequence[WorkerRow]) -> int:
-    longest = max((len(column.cell(row)) for row in rows), default=0)
+    longest = max((len(escape_line(column.cell(row))) for row in rows), default=0)
     return max(len(column.title), min(longest, _LONGEST_TEXT) if column.title == "problems" else longest)
 
 
@@ -230,7 +232,7 @@ def _print_detail(console: Console, row: WorkerRow, records: Records) -> None:
     facts.add_column(overflow="fold")
     for title, text in _facts(row):
         if text:
-            facts.add_row(title, Text(text, style=row.style if title in {"state", "problems"} else ""))
+            facts.add_row(title, Text(escape(text), style=row.style if title in {"state", "problems"} else ""))
     console.print(facts)
     console.print()
     claims = _claims_of(row.worker, records)
@@ -250,7 +252,7 @@ def _print_detail(console: Console, row: WorkerRow, records: Records) -> None:
         state = [_claim_state(row.worker, claim)] * changing
         since = span((row.now - claim.claimed_at).total_seconds())
         cells = (partition, *state, str(claim.fence_token), f"{claim.position:,}", since, claim.reason)
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(shown(cell) for cell in cells))
     console.print(table)
 
 

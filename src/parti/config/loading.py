@@ -21,7 +21,8 @@ from parti.config.sources import (
     reading_from,
 )
 from parti.errors import ConfigError
-from parti.setting_types import looks_like_key, strip_userinfo
+from parti.model.safe_text import strip_userinfo
+from parti.setting_types import looks_like_key
 
 
 def load_settings(
@@ -40,7 +41,9 @@ def load_settings(
             return Settings(**arguments)
     except ValidationError as error:
         origins = origins_of(arguments, in_file, path)
-        text = "; ".join(_explain(detail, origins) for detail in error.errors(include_url=False))
+        # A default that follows another setting is not worked out where a setting is wrong, which is said already.
+        wrong = (d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called")
+        text = "; ".join(_explain(detail, origins) for detail in wrong)
     # Raised out here so that the ValidationError, which holds the values, is not chained to it.
     raise ConfigError(text)
 

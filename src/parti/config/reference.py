@@ -10,7 +10,7 @@ from parti.config.schema import Settings
 # The first setting of each section, for the reference page.
 _SECTIONS = {
     "nats": "Connection",
-    "prefix": "Names and storage",
+    "bucket": "Names and storage",
     "fleet": "Fleet",
     "ordered": "Consumer and handlers",
     "pull_batch": "Pulling",
@@ -37,7 +37,8 @@ def settings_reference() -> str:
         if name in _SECTIONS:
             header = ["| setting | expected | default | meaning |", "|---|---|---|---|"]
             lines += ["", f"## {_SECTIONS[name]}", "", *header]
-        default = "" if field.default is None else f"`{_plain(field.default)}`"
+        unset = field.default is None or field.default_factory is not None
+        default = "" if unset else f"`{_plain(field.default)}`"
         meaning = " ".join((field.description or "").split())
         lines.append(f"| `{name}` | {_expected(schema[name])} | {default} | {meaning} |")
     return "\n".join([*lines, ""])

@@ -16,16 +16,19 @@ from pydantic_settings import (
 from parti.config.relations import ContradictionError, auth_methods, find_contradictions
 from parti.config.sources import ENV_PREFIX, TABLES, file_values
 from parti.core.shards import MOST_SHARDS
+from parti.model.safe_text import strip_userinfo
 from parti.setting_types import (
     ExistingFile,
     LogLevel,
     Name,
+    Networks,
     ServerUrls,
     StreamName,
     Subject,
     Waits,
-    strip_userinfo,
 )
+
+DEFAULT_BUCKET = "parti"
 
 
 class Settings(BaseSettings):
@@ -70,6 +73,9 @@ class Settings(BaseSettings):
     inbox_prefix: Subject = "_INBOX"
     """First part of the subjects that answers come back on; one of its own for each user keeps others from reading
     them (`parti perms`)."""
+    read_by: Literal["consumers", "requests"] = "consumers"
+    """How commands, the console and Spark read: by consumers of their own, or by requests alone, which is all that a
+    user in an account of its own may do (`parti perms`). Workers need consumers."""
     connect_timeout_s: float = Field(default=10.0, gt=0)
     """Longest wait for the first connection."""
     ping_interval_s: float = Field(default=3.0, gt=0)
@@ -83,10 +89,10 @@ class Settings(BaseSettings):
     lost_after_s: float = Field(default=60.0, gt=0)
     """A connection suspended for longer than this counts as lost."""
 
-    prefix: Name = "parti"
-    """First part of consumer names: `<prefix>-<worker_id>`; one per deployment."""
-    bucket: Name = "parti"
-    """Key-value bucket that holds positions and claims."""
+    bucket: Name = DEFAULT_BUCKET
+    """Key-value bucket that holds positions and claims; one per fleet."""
+    prefix: Name = Field(default_factory=lambda given: given.get("bucket", DEFAULT_BUCKET))
+    """First part of consumer names: `<prefix>-<worker_id>`; one per fleet. Unset: the name of `bucket`."""
     replicas: int = Field(default=1, ge=1, le=5)
     """Replicas of the buckets and streams that parti creates."""
 
@@ -108,12 +114,15 @@ class Settings(BaseSettings):
     """How many worker ids there are."""
     capacity: int | None = Field(default=None, ge=0)
     """Most partitions that this worker takes; unset: `max_subjects` x `consumer_shards`."""
-    weight: float = Field(default=1.0, gt=0, le=1000)
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
     """Share of the partitions that this worker gets, against the others."""
     strategy: Literal["sticky", "hash", "weighted", "load", "range", "round-robin"] = "sticky"
     """How partitions are shared out."""
     lease_ttl_s: float = Field(default=5.0, ge=1)
     """A worker that is silent for this long is gone, and its partitions go to others."""
+    stall_after_s: float = Field(default=10.0, ge=0.5)
+    """A worker that should make progress and makes none for this long says so, and leaves if a restart of its reading
+    side does not help."""
     leader_ttl_s: float = Field(default=5.0, ge=1)
     """A leader that is silent for this long is replaced."""
     rejoin_s: float = Field(default=30.0, ge=0)
@@ -232,6 +241,11 @@ class Settings(BaseSettings):
     """File with a token that whoever opens the console has to name."""
     console_basic_auth_file: ExistingFile | None = None
     """File with lines `user:password`, one of which whoever opens the console has to name."""
+    console_allow_readable_files: bool = False
+    """Accept these two files although other users may read them; else the console refuses to start."""
+    console_trusted_proxies: Networks = ("127.0.0.0/8", "::1/128")
+    """Addresses or networks of proxies that speak TLS for the console: with `X-Forwarded-Proto: https` from one of
+    them, its cookie is sent over TLS only."""
 
     migrate_at_once: int = Field(default=50, ge=1, le=900)
     """Partitions that rest at the same time while `parti migrate` switches them or gives them back."""

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import random
 import socket
+from pathlib import Path
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
 _ANSWER_TIMEOUT_S = 1.0
+_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The ports that Linux gives to clients, and to servers that ask for any."""
+_LOWEST_PORT = 10_000
+_PORT_TRIES = 20
+_chance = random.SystemRandom()
 
 
 def free_ports(count: int) -> list[int]:
     """Distinct loopback ports that are free now; another process may take one before it is used.
 
+    They lie below those that the system gives to whoever asks for any port: such a port could be gone before it is
+    used, or while a server that is to keep it restarts.
+
     The server's own `port: -1` has no such race, but tells its ports through a file that it gives up writing after
     5 s, and routes need their ports beforehand.
     """
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(_bound()) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+
+
+def _bound() -> socket.socket:
+    """A socket on a free port that nobody gets by chance; where that cannot be told, on any free one."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        lowest_given = int(_GIVEN.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest_given = 0
+    for _ in range(_PORT_TRIES if lowest_given > 2 * _LOWEST_PORT else 0):
+        try:
+            made.bind((LOOPBACK, _chance.randrange(_LOWEST_PORT, lowest_given)))
+        except OSError:
+            continue  # in use
+        return made
+    made.bind((LOOPBACK, 0))
+    return made
 
 
 def ask(port: int, path: str) -> dict[str, Any] | None:

@@ -111,6 +111,9 @@ class SimClient:
         self.dialled = "nats://127.0.0.1:4222"
         self.pool = {self.dialled}
 
+    def read_leanly(self) -> None:
+        """There is no parser: the simulated network carries messages, not bytes."""
+
     @property
     def is_connected(self) -> bool:
         """Whether there is a connection, as far as this side knows."""

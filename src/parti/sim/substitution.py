@@ -28,6 +28,7 @@ def simulation(logger: object | None = None) -> Iterator[Patches]:
         patches.set(connection_module, "MendedClient", SimClient)
         patches.set(worker_module, "Wire", SimWire)
         patches.set(worker_module, "MicroService", _NoService)
+        patches.set(worker_module, "Watchdog", _NoWatchdog)
         patches.set(candidacy_module, "ROLES", _roles)
         patches.set(runners_module, "_Runner", _NumberedRunner)
         patches.set(Lane, "__hash__", lambda lane: crc32(lane.ownership.partition.id.encode()))
@@ -64,6 +65,19 @@ class _NumberedRunner(runners_module._Runner):
 
     def __hash__(self) -> int:
         return self._number
+
+
+class _NoWatchdog:
+    """In place of the watchdog: its thread lives in real time."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def start(self) -> None:
+        """Watch nothing."""
+
+    def stop(self) -> None:
+        """There is nothing to stop."""
 
 
 class _NoService:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from parti.core.progress import Progress, decode_progress
-from parti.errors import ConfigError, StreamNotFound
+from parti.errors import ConfigError, DecodeError, StreamNotFound
 from parti.jetstream.blocking import BlockingClient
 from parti.jetstream.ranges import RangeReader, Wanted
 from parti.jetstream.target import Target
@@ -86,7 +86,7 @@ def _records(found: Mapping[str, bytes]) -> ControlRecords:
     for worker, value in of("progress"):
         try:
             progress[worker] = decode_progress(value)
-        except (msgspec.ValidationError, msgspec.DecodeError):
+        except DecodeError:
             continue
     members = {worker: _decode(value, MemberRecord) for worker, value in of("ids")}
     claims = {partition: _decode(value, Claim) for partition, value in of("claims")}
@@ -101,7 +101,7 @@ def _records(found: Mapping[str, bytes]) -> ControlRecords:
 def _decode(value: bytes, kind: type[_Record]) -> _Record | None:
     try:
         return decode(value, kind)
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except DecodeError:
         return None
 
 

@@ -33,6 +33,7 @@ CONNECTION_OPTIONS = (
     "tlsHostname",
     "tlsHandshakeFirst",
     "inboxPrefix",
+    "readBy",
     "connectTimeout",
 )
 SOURCE_OPTIONS = (
@@ -78,6 +79,9 @@ _HEADER_FORMS: Mapping[str, HeaderForm] = {
 _MAX_RECORDS = 500_000
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SEED = re.compile(r"S[A-Z][A-Z2-7]{50,}")
+_CONTENTS = re.compile(r"-----BEGIN|^(S[A-Z][A-Z2-7]{50,}$|eyJ[\w-]+\.|MI[A-Za-z0-9+/]{60})")
+"""What PEM, a seed, a JWT and a key in base64 look like, in place of the name of a file."""
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +158,13 @@ def read_target(given: Mapping[str, str]) -> Target:
         credentials_env=options.variable("credentialsEnv"),
         nkey_seed_file=options.file("nkeySeedFile"),
         nkey_seed_env=options.variable("nkeySeedEnv"),
-        tls_ca=options.text("tlsCa"),
-        tls_cert=options.text("tlsCert"),
-        tls_key=options.text("tlsKey"),
+        tls_ca=options.file("tlsCa"),
+        tls_cert=options.file("tlsCert"),
+        tls_key=options.file("tlsKey"),
         tls_hostname=options.text("tlsHostname"),
         tls_handshake_first=options.flag("tlsHandshakeFirst", default=False),
         inbox_prefix=_inbox_prefix(options.text("inboxPrefix")),
+        read_by=_read_by(options.text("readBy")),
         connect_timeout_s=options.count("connectTimeout") or 10,
     )
     if target.password_env and not target.user:
@@ -185,6 +190,7 @@ def target_options(target: Target) -> dict[str, str]:
         "tlsHostname": target.tls_hostname,
         "tlsHandshakeFirst": "true" if target.tls_handshake_first else None,
         "inboxPrefix": target.inbox_prefix,
+        "readBy": target.read_by,
         "connectTimeout": str(max(1, round(target.connect_timeout_s))),
     }
     return {name: value for name, value in values.items() if value}
@@ -207,7 +213,7 @@ def check_known(given: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError("path: a stream has no path; use the option stream, and load() without one")
         close = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"did you mean {names[close[0]]}?" if close else f"expected one of {', '.join(names.values())}"
-        raise ConfigError(f"{name}: format jetstream has no such option; {hint}")
+        raise ConfigError(f"{' '.join(name.split())}: format jetstream has no such option; {hint}")
 
 
 class _Options:
@@ -235,7 +241,7 @@ class _Options:
     def file(self, name: str) -> str | None:
         """The name of a file; what looks like its contents is refused and not shown."""
         value = self.text(name)
-        if value is not None and (not value.isprintable() or "-----BEGIN" in value or _SEED.fullmatch(value)):
+        if value is not None and (not value.isprintable() or _CONTENTS.search(value)):
             raise ConfigError(
                 f"{name}: this is no name of a file (the value is not shown, it may be a secret); "
                 f"put the secret into a file and give its path here"
@@ -252,8 +258,8 @@ class _Options:
         value = self.text(name)
         if value is None:
             return None
-        if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"{name}: {value!r} is no number above 0")
+        if not _is_number(value):
+            raise ConfigError(f"{name}: {value[:40]!r} is no number above 0")
         return int(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -263,6 +269,11 @@ class _Options:
         if value.lower() not in {"true", "false"}:
             raise ConfigError(f"{name}: {value!r}; expected true or false")
         return value.lower() == "true"
+
+
+def _is_number(text: str) -> bool:
+    """Whether this is a number above 0; Python refuses to read thousands of digits."""
+    return text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= 1
 
 
 def _subjects(text: str | None) -> tuple[str, ...]:
@@ -276,13 +287,13 @@ def read_offset(name: str, text: str) -> Offset:
     """Read where to begin or end; `name` is the option that an error names."""
     if text.lower() in ("earliest", "latest"):
         return text.lower()  # type: ignore[return-value]
-    if text.isdecimal() and int(text) >= 1:
+    if _is_number(text):
         return int(text)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ConfigError(
-            f"{name}: {text!r}; expected earliest, latest, a sequence of at least 1, or a time such as "
+            f"{name}: {text[:80]!r}; expected earliest, latest, a sequence of at least 1, or a time such as "
             f"2026-11-16T08:00:00Z"
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
@@ -293,6 +304,15 @@ def _inbox_prefix(text: str | None) -> str:
     if not re.fullmatch(r"[^\s.*>]+(\.[^\s.*>]+)*", prefix):
         raise ConfigError(f"inboxPrefix: {prefix!r}; expected a subject without wildcards, such as _INBOX_ingest")
     return prefix
+
+
+def _read_by(text: str | None) -> Literal["consumers", "requests"]:
+    match (text or "consumers").lower():
+        case "consumers":
+            return "consumers"
+        case "requests":
+            return "requests"
+    raise ConfigError(f"readBy: {text!r}; expected consumers or requests")
 
 
 def _header_form(text: str | None) -> HeaderForm:

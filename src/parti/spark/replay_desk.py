@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from parti.core.dead_letter import dead_letter_subject, write_letter
+from parti.core.dead_letter import write_letter
 from parti.core.replay import Answer, Ask, decode_answer, encode
-from parti.errors import ApiError, ConnectionFailed, NoResponders, PartiError, RequestTimeout
+from parti.errors import ApiError, ConnectionFailed, DecodeError, NoResponders, PartiError, RequestTimeout
 from parti.jetstream.blocking import BlockingClient, api_error
 from parti.jetstream.target import Target
 from parti.model.ledger import DEAD_LETTERED, LedgerBatch, encode_batch, sample_hash
@@ -219,12 +219,14 @@ class Desk:
             reached.handled += 1
         reached.position = row.seq + 1
 
-    def bury(self, subject: str, message: Message, reason: str) -> bool:
+    def bury(self, subject: str, message: Message, reason: str, traceback: str = "") -> bool:
         """Store a message as a dead letter; False when its partition was taken away before that."""
-        headers, payload = write_letter(message, reason, max_payload=self._letters.max_payload, omit_large=True)
+        letter = write_letter(
+            message, reason, root=subject, max_payload=self._letters.max_payload, kept=True, traceback=traceback
+        )
         partition = message.partition.id
         return self._letters.store(
-            dead_letter_subject(subject, message), payload, headers, stop=lambda: self.refused(partition)
+            letter.subject, letter.payload, letter.headers, stop=lambda: self.refused(partition)
         )
 
     # ── in the thread ─────────────────────────────────────────────────────────────────────────────────────────
@@ -251,7 +253,7 @@ class Desk:
         ask, sent_s = Ask(self._task, self._round, holds, at, handled, dead), time.monotonic()
         try:
             answer = decode_answer(self._line.request(self._subject, encode(ask), timeout_s=2.0))
-        except (NoResponders, RequestTimeout, ConnectionFailed) as error:
+        except (NoResponders, RequestTimeout, ConnectionFailed, DecodeError) as error:
             if error.fatal:
                 raise
             return False

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from parti.core.retry import GiveUp, HandlerTimeout, RetryPolicy, after_failure
+from parti.core.tracebacks import traceback_of
 from parti.jetstream.target import Target
 from parti.model.ledger import DEAD_LETTERED, HANDLED
 from parti.model.message import Message, Ownership, StoredMessage
@@ -202,7 +203,7 @@ class _Lane:
             except Exception as error:
                 verdict = after_failure(self._work.policy, message.attempt, error)
                 if isinstance(verdict, GiveUp):
-                    return self._bury(message, verdict.reason, reached, started_us)
+                    return self._bury(message, verdict.reason, reached, started_us, traceback_of(error))
                 if not self._pause(verdict.delay_s):
                     return False
                 message.attempt += 1
@@ -250,7 +251,8 @@ class _Lane:
                 # What the handler waited for may have been cancelled: that is its failure like any other.
                 verdict = after_failure(self._work.policy, message.attempt, error)
                 if isinstance(verdict, GiveUp):
-                    return await asyncio.to_thread(self._bury, message, verdict.reason, reached, started_us)
+                    trace = traceback_of(error)
+                    return await asyncio.to_thread(self._bury, message, verdict.reason, reached, started_us, trace)
                 if not await asyncio.to_thread(self._pause, verdict.delay_s):
                     return False
                 message.attempt += 1
@@ -293,7 +295,7 @@ class _Lane:
             except Exception as error:
                 verdict = after_failure(self._work.policy, attempt, error)
                 if isinstance(verdict, GiveUp):
-                    return self._bury_all(found, verdict.reason, reached, attempt, started_us)
+                    return self._bury_all(found, verdict.reason, reached, attempt, started_us, traceback_of(error))
                 if not self._pause(verdict.delay_s):
                     return False
                 attempt += 1
@@ -304,10 +306,12 @@ class _Lane:
                 self._desk.finish(reached, row)
             return True
 
-    def _bury_all(self, found: pa.RecordBatch, reason: str, reached: Reached, attempt: int, started_us: int) -> bool:
+    def _bury_all(
+        self, found: pa.RecordBatch, reason: str, reached: Reached, attempt: int, started_us: int, traceback: str
+    ) -> bool:
         for message in self._messages(found, reached.position):
             message.attempt = attempt
-            if not self._bury(message, reason, reached, started_us):
+            if not self._bury(message, reason, reached, started_us, traceback):
                 return False
         return True
 
@@ -333,8 +337,8 @@ class _Lane:
                     stored_at=datetime.fromtimestamp(stamp_us / 1e6, UTC),
                 )
 
-    def _bury(self, message: Message, reason: str, reached: Reached, started_us: int) -> bool:
-        if not self._desk.bury(self._work.dead_letter_subject, message, reason):
+    def _bury(self, message: Message, reason: str, reached: Reached, started_us: int, traceback: str = "") -> bool:
+        if not self._desk.bury(self._work.dead_letter_subject, message, reason, traceback):
             return False
         self._finish(message, DEAD_LETTERED, reached, started_us)
         return True

@@ -18,6 +18,7 @@ from parti.errors import SubjectMismatch
 from parti.jetstream.ranges import Chunk
 from parti.model.headers import parse_all_headers
 from parti.model.partition import Template
+from parti.model.safe_text import text_of
 from parti.spark.options import HeaderForm, SourceOptions
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -103,11 +104,11 @@ class BatchMaker:
 
 
 def _texts(values: list[bytes]) -> Any:
-    """Strings; bytes that are not UTF-8, which the server does not forbid, become U+FFFD."""
+    """Strings; bytes that are not UTF-8, which the server does not forbid, become `\\xNN`."""
     try:
         return pa.array(values, pa.string())
     except pa.ArrowInvalid:
-        return pa.array([value.decode("utf-8", "replace") for value in values], pa.string())
+        return pa.array([text_of(value) for value in values], pa.string())
 
 
 def _numbers(chunk: Chunk) -> tuple[Any, Any]:
