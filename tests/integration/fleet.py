@@ -20,6 +20,7 @@ from typing import Any
 import nats
 from nats.aio.msg import Msg
 from tests.integration.conftest import Kit, Sent, eventually, only_suffixes_repeat
+from tests.integration.processes import whole_lines
 from tests.integration.proxy import Proxy
 
 import parti
@@ -80,10 +81,9 @@ class Journal:
     def calls(self) -> list[Call]:
         if self._path is None:
             return self._calls
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
         return [
             Call(what, float(at), partition, int(seq), int(fence), worker, int(pid))
-            for what, at, partition, seq, fence, worker, pid in map(str.split, lines)
+            for what, at, partition, seq, fence, worker, pid in map(str.split, whole_lines(self._path))
         ]
 
     @property

@@ -66,24 +66,32 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "parti.cli.main", *arguments]
 
 
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that another process writes; none if there is no file yet.
+
+    The last one may be on its way: a line that crosses into another page of the file is seen in part for a moment.
+    """
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
 class WorkerProcess:
     """A running `parti worker`, ended with the block at the latest."""
 
-    def __init__(self, directory: Path, target: str, url: str, *options: str) -> None:
+    def __init__(self, directory: Path, target: str, url: str, *options: str, **variables: str) -> None:
+        """`variables`: what its environment has besides."""
         self._directory = directory
         self.process = subprocess.Popen(
             command("worker", target, "--nats", url, *options),
             cwd=directory,
-            env=environment(PARTI_LOG_LEVEL="error"),
+            env=environment(**{"PARTI_LOG_LEVEL": "error", **variables}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
     def _read(self, name: str) -> list[tuple[str, int]]:
-        path = self._directory / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(partition, int(seq)) for partition, seq in (line.split() for line in lines)]
+        return [(partition, int(seq)) for partition, seq in map(str.split, whole_lines(self._directory / name))]
 
     @property
     def started(self) -> list[tuple[str, int]]:

@@ -21,7 +21,8 @@ class Proxy:
 
     TCP loses no bytes within a connection, so the faults are those that really happen: a connection is cut with
     data on its way (`cut`), nobody answers (`refuse`), or single messages, or all, never come although the connection
-    lives, as when a route inside a cluster breaks or a server hangs (`lose`).
+    lives, as when a route inside a cluster breaks or a server hangs (`lose`), or nothing reaches the server although
+    it is heard (`deafen`).
     """
 
     def __init__(self, port: int) -> None:
@@ -30,6 +31,7 @@ class Proxy:
         self._open: set[asyncio.StreamWriter] = set()
         self._loses: Loses | None = None
         self._refusing = False
+        self._deaf = False
         self.connections = 0
         self.lost = 0
 
@@ -52,6 +54,10 @@ class Proxy:
     def lose(self, loses: Loses | None) -> None:
         """From now on drop what `loses` chooses of what the server says, whole; None: drop nothing more."""
         self._loses = loses
+
+    def deafen(self, deaf: bool = True) -> None:
+        """Keep what clients say from the server, until `deafen(False)` or for ever; it is not sent later."""
+        self._deaf = deaf
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, LOOPBACK, 0)
@@ -85,8 +91,9 @@ class Proxy:
 
     async def _upwards(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         while data := await source.read(65536):
-            sink.write(data)
-            await sink.drain()
+            if not self._deaf:
+                sink.write(data)
+                await sink.drain()
 
     async def _copy_messages(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         while line := await source.readline():

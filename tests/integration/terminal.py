@@ -30,6 +30,7 @@ class Terminal:
         )
         os.close(slave)
         self.text = ""
+        self._closed = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._master, self._read)
 
     def _read(self) -> None:
@@ -37,15 +38,19 @@ class Terminal:
             self.text += os.read(self._master, 65_536).decode(errors="replace")
         except OSError:
             asyncio.get_running_loop().remove_reader(self._master)
+            self._closed.set()
 
     def type(self, keys: str) -> None:
         """Press these keys."""
         os.write(self._master, keys.encode())
 
     async def ends(self) -> int:
-        """Wait for the exit code; nothing is left behind, not even when it does not come."""
+        """Wait for the exit code and the last words; nothing is left behind, not even when they do not come."""
         try:
-            return await asyncio.to_thread(self.process.wait, 30)
+            code = await asyncio.to_thread(self.process.wait, 30)
+            async with asyncio.timeout(10):
+                await self._closed.wait()
+            return code
         finally:
             self.process.kill()
             asyncio.get_running_loop().remove_reader(self._master)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,6 +101,20 @@ async def test_a_worker_that_has_too_much(kit: Kit, alarm: Alarm, monkeypatch: p
     updates = ["PartiConsumerUpdatesFail", "PartiUpdateBudget"]
     await alarm.rings(before, after, ["PartiSubjectsNearCap", "PartiBacklog", "PartiLag"], Thresholds(lag_msgs=100))
     await alarm.rings(before, after, updates)
+
+
+@provokes("PartiStalled")
+async def test_a_handler_that_blocks_the_event_loop(kit: Kit, alarm: Alarm) -> None:
+    async def handle(message: parti.Message) -> None:
+        while not worker.metrics.stalled.value:
+            time.sleep(0.01)  # noqa: ASYNC251 - this is the fault
+
+    async with kit.app(handle, ["a"], stall_after_s=0.5, **SERVED).running() as worker:
+        before = await scrape(worker)
+        await kit.publish(["a"])
+        await eventually(lambda: worker.finished == 1)
+        after = await scrape(worker)
+    await alarm.rings(before, after, ["PartiStalled"])
 
 
 @provokes("PartiLedgerStopped")

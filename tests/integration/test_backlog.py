@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.integration.conftest import Kit, eventually
+from tests.integration.conftest import Kit, becomes_pending, eventually
 from tests.integration.proxy import Proxy, proxy_to
 from tests.pace import unhindered_s
 
@@ -132,7 +132,7 @@ async def test_reading_takes_nothing_out_of_the_stream(kit: Kit, retention: str)
     read = await reading(kit)
     assert seqs_of(await read.read_all(kit.subject("a"), batch=8)) == sent["a"]
     assert (await kit.api.stream_info(kit.stream)).messages == 30
-    assert (await kit.api.consumer_info(kit.stream, "owner")).pending == 30
+    await becomes_pending(kit.api, kit.stream, {"owner": 30})
 
 
 async def test_a_direct_read_and_the_leaders_say_the_same(kit: Kit) -> None:

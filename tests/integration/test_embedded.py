@@ -197,6 +197,15 @@ def test_occupied_port_is_named() -> None:
     assert "\n" not in str(error.value)
 
 
+def test_ports_are_none_that_the_system_gives_to_others_meanwhile() -> None:
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not given.exists() or (lowest := int(given.read_text().split()[0])) <= 20_000:
+        pytest.skip("no ports are known that the system keeps to itself")
+    ports = monitor.free_ports(50)
+    assert len(set(ports)) == 50
+    assert max(ports) < lowest
+
+
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_port_lost_in_a_race_is_replaced(monkeypatch: pytest.MonkeyPatch, position: int) -> None:
     really_free = monitor.free_ports

@@ -28,6 +28,15 @@ async def test_a_worker_of_another_app_is_refused(kit: Kit, record: Record) -> N
         await other.start()
 
 
+async def test_a_worker_with_another_prefix_is_told_how_to_be_part_of_the_fleet(kit: Kit, record: Record) -> None:
+    """Earlier versions had one prefix for all buckets: its fleets are to go on, and to keep their positions."""
+    async with kit.app(record.handle, ["a"], **{**FLEET, "prefix": "parti"}).running():
+        pass
+    other = kit.app(record.handle, ["a"], **{**FLEET, "prefix": None}).worker()
+    with pytest.raises(ConfigError, match=r"a fleet with prefix 'parti', .*set PARTI_PREFIX=parti to be part of"):
+        await other.start()
+
+
 async def test_working_alone_beside_a_fleet_is_refused(kit: Kit, record: Record) -> None:
     async with kit.app(record.handle, ["a"], **FLEET).running():
         alone = kit.app(record.handle, ["a"]).worker()

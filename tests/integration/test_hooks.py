@@ -197,6 +197,9 @@ class Reading:
     async def seated(self, seat: Seat, plane: ControlPlane) -> None:
         pass
 
+    async def refuse(self, partitions: Sequence[Partition]) -> Mapping[str, str]:
+        return {}
+
     def let_go(self, keep: Sequence[Partition], told: Callable[[], None]) -> bool:
         return False
 

@@ -121,6 +121,7 @@ async def test_attempts_and_dead_letters_are_recorded(kit: Kit, ordered: bool) -
 async def test_a_stream_made_anew_begins_new_rows(kit: Kit, record: Record) -> None:
     async with kit.app(record.handle, ["a"], pull_heartbeat_s=0.2, **FULL).running():
         await kit.publish(["a"], 5)
+        await record.reaches(5)
         await eventually(kit.all_acked)
         old = (await kit.api.stream_info(kit.stream)).created
         await kit.delete_stream()
@@ -288,6 +289,7 @@ async def stands_still(kit: Kit, worker: Any, record: Record) -> None:
 async def test_a_ledger_that_is_deleted_holds_the_worker_up_until_it_is_back(kit: Kit, record: Record) -> None:
     async with kit.app(record.handle, MANY, **FULL).running() as worker:
         await kit.publish(MANY, 10)
+        await record.reaches(10 * len(MANY))
         await eventually(kit.all_acked)
         config = await kit.api.stream_config(ledger_stream(kit.stream))
         await kit.delete_stream(ledger_stream(kit.stream))
@@ -330,6 +332,7 @@ async def test_a_worker_that_stops_while_the_ledger_is_away_leaves_its_messages_
 ) -> None:
     async with kit.app(record.handle, ["a"], drain_timeout_s=0.3, **FULL).running() as worker:
         await kit.publish(["a"], 5)
+        await record.reaches(5)
         await eventually(kit.all_acked)
         config = await kit.api.stream_config(ledger_stream(kit.stream))
         await kit.delete_stream(ledger_stream(kit.stream))

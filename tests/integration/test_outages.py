@@ -78,12 +78,12 @@ def app_for(stream: str, journal: list[Handled], gate: asyncio.Event | None = No
 class Flow:
     """Messages on their way through a worker."""
 
-    def __init__(self, servers: Servers, stream: str, count: int) -> None:
+    def __init__(self, servers: Servers, stream: str, count: int, bucket: str) -> None:
         self.servers = servers
         self.stream = stream
         self.count = count
         self.journal: list[Handled] = []
-        self.consumer = "parti-worker-0"
+        self.consumer = f"{bucket}-worker-0"
         self.worker: Worker | None = None
         publisher = SteadyPublisher(servers, count, lambda n: f"{stream}.{PARTITIONS[n * 7 % len(PARTITIONS)]}")
         self._started_s = time.monotonic()
@@ -136,7 +136,7 @@ async def flowing(
 ) -> AsyncIterator[Flow]:
     """Run a worker and a publisher; leave when all is handled and acknowledged, and check what came out."""
     await create_stream(servers, stream, num_replicas=settings.get("replicas", 1))
-    flow = Flow(servers, stream, count)
+    flow = Flow(servers, stream, count, settings.get("bucket", "parti"))
     try:
         nats_url = worker_url or servers
         async with app_for(stream, flow.journal, gate).running(nats=nats_url, **settings) as flow.worker:

@@ -36,7 +36,7 @@ async def test_an_order_that_comes_between_decision_and_write_is_obeyed(
         estates = await read(self, commands)
         if not ordered and any(command.partition == "p0" for command in commands):
             await change_orders(bucket, lambda orders: msgspec.structs.replace(orders, withheld=("p0",)))
-            await eventually(lambda: "p0" in self._orders.resting)
+            await eventually(lambda: self._orders.rests("p0", None))
             ordered = True
         return estates
 

@@ -182,7 +182,7 @@ def test_operators_see_who_stands_by() -> None:
             "standby.other.0a1c": Entry(encode(waits)[:9], 3),
         }
     )
-    assert records.unreadable == 1
+    assert list(records.unreadable) == ["standby.other.0a1c"]
     (row,) = worker_rows(records, datetime.now(UTC))
     assert row.standbys == (waits,)
     console = Console(width=200, file=io.StringIO())

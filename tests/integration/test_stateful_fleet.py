@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import Kit, Sent, eventually, merge, only_suffixes_repeat
+from tests.integration.conftest import Kit, Record, Sent, eventually, merge, only_suffixes_repeat
 from tests.integration.fleet import FLEET, PARTITIONS, Traffic, claims_of
 from tests.integration.processes import WorkerProcess
 
@@ -161,7 +161,8 @@ class Stateful:
         wanted = {p: workers[n % len(workers)].worker_id for n, p in enumerate(PARTITIONS)}
         bucket = Bucket(self.kit.api, f"b{self.kit.root}")
         entry = await bucket.get("orders")
-        await bucket.put("orders", json.dumps({"placed": wanted}).encode(), revision=entry.revision if entry else 0)
+        orders = json.dumps({"kind": "orders", "placed": wanted}).encode()
+        await bucket.put("orders", orders, revision=entry.revision if entry else 0)
 
         async def obeyed() -> bool:
             claims = await claims_of(self.kit)
@@ -654,6 +655,45 @@ async def test_an_unordered_handler_with_state_is_refused(fleet: Stateful) -> No
 async def test_a_worker_alone_without_a_list_of_partitions_is_refused(fleet: Stateful) -> None:
     with pytest.raises(ConfigError, match="list of partitions"):
         await fleet.join(partitions=None, fleet=False, worker_id="one")
+
+
+class Hanging:
+    """Its restore, or its snapshot, does not return for partition a until it is told to."""
+
+    def __init__(self, what: str, record: Record) -> None:
+        self.returns = asyncio.Event()
+        self._what = what
+        self._record = record
+
+    async def __call__(self, message: parti.Message) -> None:
+        self._record.note(message)
+
+    async def snapshot(self, partition: parti.Partition) -> bytes:
+        await self._wait("saved", partition)
+        return b"state"
+
+    async def restore(self, partition: parti.Partition, state: Any) -> None:
+        await self._wait("restored", partition)
+
+    async def _wait(self, what: str, partition: parti.Partition) -> None:
+        if (what, partition.id) == (self._what, "a"):
+            await self.returns.wait()
+
+
+@pytest.mark.parametrize("what", ["restored", "saved"])
+async def test_a_partition_whose_handler_never_returns_its_state_is_told_of(
+    kit: Kit, record: Record, what: str
+) -> None:
+    handler = Hanging(what, record)
+    async with kit.app(handler, ["a", "b"], stall_after_s=0.5).running() as worker:
+        sent = await kit.publish(["a", "b"], 3)
+        await eventually(lambda: f"partition a stands still: its state is not {what}" in str(worker.health.reasons))
+        await record.reaches(3)
+        assert record.of("b") == sent["b"]
+        handler.returns.set()
+        await record.reaches(6)
+        await eventually(lambda: worker.health.healthy)
+    record.is_exactly(sent)
 
 
 async def test_half_a_stateful_handler_is_refused(kit: Kit) -> None:

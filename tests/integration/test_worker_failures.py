@@ -9,6 +9,7 @@ import time
 from datetime import UTC, datetime
 
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.conftest import Kit, Record, eventually, merge
 from tests.integration.handling import MANY, Gate, headers_of
 
@@ -44,6 +45,10 @@ async def test_a_failing_message_is_retried_in_its_lane_then_dead_lettered_and_t
     headers = headers_of(letter)
     assert headers.pop("Nats-Msg-Id").startswith(f"{kit.stream}:{poison}:")
     assert datetime.fromisoformat(headers.pop("Parti-Published")).tzinfo == UTC
+    trace = headers.pop("Parti-Traceback").split("␤")
+    assert (trace[0], trace[-1]) == ("Traceback (most recent call last):", "ValueError: cannot parse this")
+    assert "test_worker_failures.py" in trace[-3]
+    assert 'raise ValueError("cannot' in trace[-2]
     assert headers == {
         "Parti-Stream": kit.stream,
         "Parti-Sequence": str(poison),
@@ -240,3 +245,25 @@ async def test_a_sleeping_partition_with_a_long_backlog_does_not_stop_the_others
             gate.opened.set()
         await record.reaches(250)
     record.is_exactly(merge(slow, quick))
+
+
+async def test_a_handler_that_ignores_its_timeout_is_told_of(kit: Kit, record: Record) -> None:
+    await kit.publish(["a", "b"])
+    ends = asyncio.Event()
+
+    async def stubborn(message: parti.Message) -> None:
+        record.note(message)
+        while message.partition.id == "a" and not ends.is_set():
+            try:
+                await ends.wait()
+            except asyncio.CancelledError:
+                continue
+
+    with capture_logs() as logs:
+        async with kit.app(stubborn, ["a", "b"], handler_timeout_s=0.2).running() as worker:
+            await eventually(lambda: any("cannot be interrupted" in entry["event"] for entry in logs))
+            assert worker.metrics.handler_failures.child("timeout").value == 1
+            ends.set()
+            await eventually(lambda: worker.finished == 2)
+            await eventually(kit.all_acked)
+    assert len([entry for entry in logs if "cannot be interrupted" in entry["event"]]) == 1

@@ -77,7 +77,7 @@ class Letters:
         self.sent: list[tuple[int, str, int]] = []
         self.asked = 0
 
-    async def send(self, message: Message, reason: str) -> None:
+    async def send(self, message: Message, reason: str, traceback: str = "") -> None:
         self.asked += 1
         self._signal.fire()
         await self.open.wait()

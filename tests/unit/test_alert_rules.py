@@ -48,6 +48,7 @@ UPDATES, FAILED = of("consumer_update_duration_seconds_count"), of("consumer_upd
 MOVES = {bound: of("move_seconds_bucket", le=bound) for bound in ("2.5", "5.0", "10.0", "+Inf")}
 STABLE, WAITING = of("fleet_state", state="stable"), of("fleet_state", state="standby")
 MOVED = of("claims_given_total", kind="moved")
+STALLS = of("stalls_total", kind="loop")
 LOST = of("lease_losses_total", cause="ended")
 UNSTORED, UNRECORDED = of("progress_failures_total"), of("history_lost_total")
 AUDIT = 'parti_audit_violations{stream="S",invariant="no_loss"}'
@@ -96,6 +97,9 @@ EXAMPLES = (
         {of("connection_state", state="connected"): "0x60", of("connection_state", state="lost"): "1x60"},
         {of("connection_state", state="connected"): "1x60", of("connection_state", state="lost"): "0x60"},
     ),
+    Example("PartiStalled", {of("stalled"): "1x60"}, {of("stalled"): "0x60", STALLS: "3x60"}),
+    # A process that has left because of it tells nothing any more, but was counted.
+    Example("PartiStalled", {of("stalled"): "0x60", STALLS: "0x5 1x60"}, {of("stalled"): "0x60"}, minute=10),
     Example("PartiDeadLetters", {of("dead_letters_total"): "0x5 1x60"}, {of("dead_letters_total"): "7x60"}, 10),
     Example("PartiJobsWait", {of("jobs_slot_queue"): "1x60"}, {of("jobs_slot_queue"): "1x10 0 1x60"}),
     Example("PartiDown", {'up{job="f"}': "1x60"}, {of("build_info", version="0"): "1x60"}),
@@ -331,6 +335,7 @@ def test_an_alert_that_must_last_does_not_fire_at_once(promtool: Promtool) -> No
 BEGAN = of("started_timestamp_seconds")
 NEW = (
     Example("PartiDeadLetters", {of("dead_letters_total"): "_x5 3x60"}, {of("dead_letters_total"): "_x5 0x60"}, 8),
+    Example("PartiStalled", {STALLS: "_x5 1x60"}, {STALLS: "_x5 0x60"}, 8),
     Example("PartiLeaseLost", {LOST: "_x5 1x60"}, {LOST: "_x5 0x60"}, 8),
     Example("PartiClaimsFail", {of("claim_failures_total"): "_x5 6x60"}, {of("claim_failures_total"): "_x5 5x60"}, 8),
     Example("PartiHistoryLost", {UNRECORDED: "_x5 1x60"}, {UNRECORDED: "_x5 0x60"}, 8),

@@ -129,8 +129,7 @@ def test_a_message_that_cannot_be_decoded_is_a_hole() -> None:
         batch = DirectBatch("S", 1, 99)
         one, two, three, last = answer_of([1, 2, 3])
         batch.take(one, b"")
-        with pytest.raises(ValueError, match="Invalid isoformat"):
-            batch.take(two.replace(STAMP.encode(), b"yesterday"), b"")
+        batch.take(two.replace(STAMP.encode(), b"yesterday"), b"")
         batch.take(three, b"")
         batch.take(last, b"")
         return batch

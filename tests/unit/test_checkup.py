@@ -12,6 +12,7 @@ from parti.core.checkup import (
     judge_bucket,
     judge_cliff,
     judge_clock,
+    judge_fleets,
     judge_leftovers,
     judge_limits,
     judge_server,
@@ -189,3 +190,12 @@ def test_roles_contain_each_other_as_people_expect() -> None:
     assert within("$KV.parti.claims.p0", subjects["leader"])
     assert not within("$KV.parti.claims.p0", subjects["operator"])
     assert not any(subject.startswith("$KV.") for subject in subjects["observer"])
+
+
+def test_fleets_with_the_same_prefix_on_a_stream_are_an_error_that_says_what_to_do() -> None:
+    assert list(judge_fleets("S", "orders", "a", {}, ())) == []
+    (finding,) = judge_fleets("S", "orders", "a", {"b": ["orders-worker-0"]}, ["b"])
+    assert finding.level is Level.ERROR
+    assert "bucket a and of bucket b have the same prefix orders, such as orders-worker-0" in finding.text
+    assert "PARTI_PREFIX" in finding.fix
+    assert len(list(judge_fleets("S", "orders", "a", {"b": ["orders-worker-0"]}, ["c"]))) == 2

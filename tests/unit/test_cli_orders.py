@@ -140,7 +140,7 @@ def test_orders_are_read_with_the_records() -> None:
     found.take("orders", Entry(b"", 13))
     assert (found.orders, found.revision) == (Orders(), 13)
     found.take("orders", Entry(b"nonsense", 14))
-    assert (found.records.unreadable, found.revision) == (1, 13)
+    assert (list(found.records.unreadable), found.orders, found.revision) == (["orders"], Orders(), 13)
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────

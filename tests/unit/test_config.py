@@ -16,7 +16,7 @@ from tests.trials import examples_of
 from parti.config import Settings, load_settings
 from parti.config.reference import settings_reference
 from parti.errors import ConfigError
-from parti.setting_types import strip_userinfo
+from parti.model.safe_text import strip_userinfo
 
 SECRET = "hunter2-very-secret"
 SEED = "SUAOPDFGV5LTWAZRNYJWJ5CNV2P7SOK2LRSKBMLE7TCBA2ERKBFCWVHLJQ"
@@ -294,3 +294,19 @@ def test_the_settings_page_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
     assert page.read_text(encoding="utf-8") == settings_reference(), "run: python docs/generate.py"
     assert set(re.findall(r"^\| `(\w+)`", settings_reference(), re.M)) == set(Settings.model_fields)
+
+
+def test_the_prefix_follows_the_bucket_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings({}).prefix == "parti"
+    assert load_settings({"bucket": "orders"}).prefix == "orders"
+    assert load_settings({"bucket": "orders", "prefix": "own"}).prefix == "own"
+    monkeypatch.setenv("PARTI_BUCKET", "env")
+    assert load_settings({}).prefix == "env"
+    monkeypatch.setenv("PARTI_PREFIX", "other")
+    assert load_settings({}).prefix == "other"
+
+
+def test_a_bad_bucket_is_refused_without_a_word_on_the_prefix() -> None:
+    with pytest.raises(ConfigError, match="bucket") as refused:
+        load_settings({"bucket": "a b"})
+    assert "prefix" not in str(refused.value)

@@ -14,9 +14,14 @@ from parti.core.consumer_config import (
     IMMUTABLE_FIELDS,
     ConsumerTuning,
     build_config,
+    consumer_metadata,
     consumer_name,
+    fleet_metadata,
+    fleet_of,
+    is_foreign,
     owner_of,
     shard_metadata,
+    why_not_adopted,
     workers_of,
 )
 
@@ -113,3 +118,30 @@ def test_a_shard_says_whose_it_is() -> None:
     assert owner_of(config, "parti") == ("w-7", 3)
     assert owner_of(build_config("parti-w-7-3", ["a"], TUNING), "parti") == ("w-7-3", 1)
     assert build_config("parti-w-7-3", ["a"], TUNING, existing=config)["metadata"] == config["metadata"]
+
+
+def test_every_consumer_says_its_fleet_and_an_update_adds_that_to_what_it_says() -> None:
+    mark = fleet_metadata("orders", "bucket-a")
+    made = build_config("orders-w0", ["a"], TUNING, metadata=consumer_metadata("orders", "w0", 1, fleet="bucket-a"))
+    assert made["metadata"] == mark
+    assert (fleet_of(made), is_foreign(made, "bucket-a"), is_foreign(made, "bucket-b")) == ("bucket-a", False, True)
+    unmarked = {**build_config("orders-w0", ["a"], TUNING), "metadata": {"team": "x"}}
+    assert not is_foreign(unmarked, "bucket-a")
+    adopted = build_config("orders-w0", ["a"], TUNING, existing=unmarked, metadata=mark)
+    assert adopted["metadata"] == {"team": "x", **mark}
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"ack_policy": "explicit", "deliver_policy": "all"}, ""),
+        ({"ack_policy": "none", "deliver_policy": "all", "metadata": {"parti.prefix": "p"}}, ""),
+        ({"ack_policy": "none", "deliver_policy": "all"}, "its ack_policy is none, not explicit"),
+        ({"ack_policy": "explicit", "deliver_policy": "last"}, "its deliver_policy is last, not all"),
+        ({"ack_policy": "explicit", "deliver_policy": "all", "deliver_subject": "x"}, "it is a push consumer"),
+    ],
+)
+def test_an_unmarked_consumer_is_adopted_only_if_a_worker_could_have_made_it(
+    config: dict[str, object], why: str
+) -> None:
+    assert why_not_adopted(config) == why

@@ -128,7 +128,7 @@ class Acks:
 
 
 class Letters:
-    async def send(self, message: Message, reason: str) -> None:
+    async def send(self, message: Message, reason: str, traceback: str = "") -> None:
         """Fine."""
 
 

@@ -137,7 +137,8 @@ async def test_a_partition_that_opens_a_shard_gets_its_old_messages_and_the_new_
     assert sorted(world.handled) == list(range(1, 8))
     assert world.server.consumers["parti-w0-2"].filters == ["dc.b"]
     assert world.server.consumers["parti-w0-2"].config["metadata"]["parti.shard"] == "w0/2"
-    assert world.server.consumers["parti-w0"].config["metadata"] == {"parti.prefix": "parti"}
+    marked = {"parti.prefix": "parti", "parti.fleet": "parti"}
+    assert world.server.consumers["parti-w0"].config["metadata"] == marked
 
 
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])

@@ -44,6 +44,10 @@ def test_a_job_whose_worker_was_heard_of_just_now_is_left_to_it() -> None:
     assert verdict(running, now_s=970) == Elsewhere("w", 100)  # clocks that differ
 
 
+def test_a_sign_of_life_from_far_in_the_future_keeps_no_job_waiting() -> None:
+    assert verdict(record(worker="w", incarnation="other", seen_s=1e9)) == Start(2, 0, 1)
+
+
 def test_a_job_whose_worker_is_silent_is_taken_over_and_its_death_counted() -> None:
     assert verdict(record(worker="w", incarnation="other", seen_s=900)) == Start(2, 0, 1)
     waiting = record(worker="w", incarnation="other", seen_s=900, state=JobState.WAITING)

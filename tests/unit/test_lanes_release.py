@@ -198,3 +198,15 @@ async def test_what_an_earlier_run_owned_is_not_acknowledged_while_its_record_st
     bench.lanes.roster.restore({"*": 7}, let_go=[wide.subject])
     bench.send("d", 10)
     assert bench.acks.acked == [9, 8], "a partition of several subjects"
+
+
+async def test_what_arrives_for_a_partition_with_a_wildcard_is_held_until_it_is_owned(bench: Bench) -> None:
+    """On an interest stream it comes only once: dropped, it would be lost."""
+    any_b = TEMPLATE.partition("*")
+    bench.run_async(nothing)
+    bench.lanes.roster.expect({any_b.subject: any_b})
+    bench.send("b", 1, 2)
+    assert bench.lanes.held == 2
+    bench.lanes.roster.own({any_b.subject: any_b}, lambda partition_id, subject: 2)
+    await bench.acked(1, 2)
+    assert [seq for _, seq, _ in bench.starts] == [2]

@@ -125,7 +125,7 @@ async def test_what_runs_beside_the_worker_is_cancelled_at_the_end_and_waited_fo
             notes.append("ended")
 
     life.hold(notes.doing("part"))
-    life.run(beside(), "beside")
+    life.run(beside, "beside")
     await running.wait()
     await life.end(notes.taking("left"))
     assert notes == ["left", "ended", "part"]
@@ -137,7 +137,7 @@ async def test_what_runs_beside_the_worker_does_not_die_unnoticed(life: Lifecycl
 
     told = asyncio.Event()
     vitals.health.on_change(lambda *_: told.set())
-    life.run(beside(), "beside")
+    life.run(beside, "beside")
     await told.wait()
     assert "a mistake" in vitals.health.reasons["task-beside"]
     assert await life.end(Notes().taking("left"))

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from parti.model.headers import parse_headers, parse_reply, status_of
-from parti.model.message import Message, Ownership
+from parti.model.message import Message, Ownership, StoredMessage
 from parti.model.partition import Template
 
 SHORT = b"$JS.ACK.DC.parti-w0.2.345.67.1700000000123456789.8"
@@ -111,3 +111,14 @@ def test_header_bytes_that_are_not_utf8_do_not_raise() -> None:
 )
 def test_the_status_line(block: bytes, expected: tuple[int, str]) -> None:
     assert status_of(block) == expected
+
+
+def test_a_message_was_published_at_the_same_moment_however_it_was_read() -> None:
+    """The id of a dead letter is made of it: two owners must not store the same one twice."""
+    owner = Ownership(Template("dc.{p}").partition("a"), "DC", "w0")
+    for nanoseconds in (1795018345948244499, 1795018345948244500, 1795018345948244999, 1795018345000000001):
+        stamp = datetime.fromtimestamp(nanoseconds // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        stored_at = datetime.fromisoformat(f"{stamp}.{nanoseconds % 10**9:09d}Z")
+        delivered = Message("dc.a", b"", 7, owner, b"$JS.ACK.DC.c.1.7.7.%d.0" % nanoseconds)
+        stored = StoredMessage("dc.a", b"", 7, owner, stored_at=stored_at)
+        assert delivered.published_at == stored.published_at

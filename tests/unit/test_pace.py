@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from tests import pace
 
 BURNER = "print(flush=True)\nwhile True: pass"
@@ -63,3 +64,8 @@ def test_it_stands_still_while_the_host_gives_the_processors_to_others(
     began_s = pace.unhindered_s()
     stat.write_text(f"cpu  1 2 3 4 5 6 7 {5 * ticks} 9 10\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
     assert pace.unhindered_s() - began_s < -4
+
+
+def test_no_property_has_a_deadline_on_the_wall_clock() -> None:
+    """Whoever stands still for a third of a second, as a virtual machine may, would fail any of them."""
+    assert settings().deadline is None

@@ -53,7 +53,7 @@ def tracked_files() -> list[Path]:
 
 def test_there_is_a_requirement_file_for_the_core_the_build_and_every_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    expected = {"core", "build", *project["optional-dependencies"]}
+    expected = {"core", "build", "fuzz", *project["optional-dependencies"]}
     assert {file.stem for file in REQUIREMENTS} == expected
 
 
@@ -77,7 +77,7 @@ def test_requirement_files_agree_on_versions() -> None:
         of_the_name.setdefault(name, set()).add(version)
     for file in REQUIREMENTS:
         for (name, _marker), version in pins_of(file).items():
-            if file.stem != "build" or name in of_the_name:
+            if file.stem not in {"build", "fuzz"} or name in of_the_name:
                 assert version in of_the_name[name], f"{file.name} has {name}=={version}, dev.txt another one"
 
 

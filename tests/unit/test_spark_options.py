@@ -189,9 +189,22 @@ def test_the_secret_itself_in_place_of_a_variable_is_not_shown(name: str, value:
     assert value not in text
 
 
-@pytest.mark.parametrize("name", ["credentialsFile", "nkeySeedFile"])
+PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkq\n-----END PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize("name", ["credentialsFile", "nkeySeedFile", "tlsKey", "tlsCert", "tlsCa"])
 @pytest.mark.parametrize(
-    "value", ["-----BEGIN NATS USER JWT-----\nabc", "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"]
+    "value",
+    [
+        "-----BEGIN NATS USER JWT-----\nabc",
+        "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY",
+        PEM,
+        PEM.replace("\n", "\\n"),
+        PEM.replace("\n", " "),
+        "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7" + "VJTUt9Us8cKj" * 20,
+        "eyJ0eXAiOiJKV1QiLCJhbGciOiJlZDI1NTE5LW5rZXkifQ.eyJqdGkiOiJ4In0.c2ln",
+    ],
+    ids=["creds", "seed", "pem", "escaped pem", "pem in a line", "base64", "jwt"],
 )
 def test_the_contents_in_place_of_a_file_are_not_shown(name: str, value: str) -> None:
     text = refused(**{name: value})
@@ -217,7 +230,19 @@ def test_unknown_options_are_refused_with_the_one_that_was_meant(name: str, hint
     assert SECRET not in text
 
 
+@pytest.mark.parametrize("name", ["maxOffsetsPerTrigger", "minPartitions", "startingOffsets", "connectTimeout"])
+def test_a_number_with_thousands_of_digits_is_refused_in_a_line(name: str) -> None:
+    assert refused(**{name: "9" * 5000}).startswith(f"{name}: ")
+
+
 def test_every_option_is_known_whatever_its_case() -> None:
     check_known([name.swapcase() for name in SOURCE_OPTIONS], SOURCE_OPTIONS)
     assert set(CONNECTION_OPTIONS) < set(SOURCE_OPTIONS)
     assert len({name.lower() for name in SOURCE_OPTIONS}) == len(SOURCE_OPTIONS)
+
+
+def test_who_may_make_no_consumers_reads_by_requests() -> None:
+    assert read_target({}).read_by == "consumers"
+    assert read_target({"readBy": "Requests"}).read_by == "requests"
+    with pytest.raises(ConfigError, match="readBy: 'pulls'; expected consumers or requests"):
+        read_target({"readBy": "pulls"})

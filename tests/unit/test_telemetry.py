@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
 import logging
 import socket
 import threading
+import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +20,11 @@ import structlog
 from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from tests.pace import unhindered_s
 
 from parti.errors import ConfigError
 from parti.telemetry import Health, Metrics, MetricsServer, configure_logging
+from parti.telemetry.http import HttpLimits
 from parti.telemetry.metrics import PULL_STATUS
 from parti.telemetry.reference import metrics_reference
 from parti.version import __version__
@@ -103,11 +107,15 @@ PROMISED = [
     "parti_pull_requests_total counter worker",
     "parti_pull_status_total counter worker status",
     "parti_reconnects_total counter worker",
+    "parti_records_refused_total counter worker kind",
+    "parti_stalled gauge worker",
+    "parti_stalls_total counter worker kind",
     "parti_standby gauge worker",
     "parti_started_timestamp_seconds gauge worker",
     "parti_state_bytes_total counter worker",
     "parti_state_failures_total counter worker",
     "parti_state_seconds histogram worker",
+    "parti_task_deaths_total counter worker task",
 ]
 
 
@@ -130,6 +138,7 @@ def test_the_promised_metrics_are_declared() -> None:
 def test_the_exposition_keeps_the_promised_names_types_and_labels() -> None:
     metrics = Metrics("w", per_partition=True)
     metrics.resets.inc("gone")
+    metrics.task_deaths.inc("parking")
     metrics.partition_messages.inc("orders.1")
     exposed = set()
     for family in parse_text(generate_latest(metrics.registry).decode()):
@@ -349,6 +358,72 @@ def test_a_client_that_says_nothing_does_not_hold_up_others_or_stop(server: Metr
         server.stop()
 
 
+def trickle(connection: socket.socket, byte: bytes) -> None:
+    """Send the same byte again and again until the other end has enough; an assertion error when it never has."""
+    until = time.monotonic() + 20
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() < until:
+            connection.sendall(byte)
+            time.sleep(0.05)
+        raise AssertionError("the connection was never closed")
+
+
+@pytest.mark.parametrize(
+    ("first", "byte"),
+    [(b"", b""), (b"GET /metrics", b"x"), (b"GET /metrics HTTP/1.1\r\nX: ", b"x"), (b"POST /metrics", b"x")],
+    ids=["silent", "line", "header", "post"],
+)
+def test_a_request_that_is_not_complete_in_time_is_given_up(first: bytes, byte: bytes) -> None:
+    limits = HttpLimits(request_s=0.3)
+    with (
+        MetricsServer(Metrics("w"), Health(), limits=limits) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow,
+    ):
+        slow.sendall(first)
+        if byte:
+            trickle(slow, byte)
+        else:
+            assert slow.recv(1) == b""
+        assert request(server, "/healthz")[0] == 200
+
+
+def test_many_half_open_connections_keep_no_probe_out_and_no_more_threads_than_allowed() -> None:
+    log = io.StringIO()
+    configure_logging("info", "json", stream=log)
+    before = threading.active_count()
+    with MetricsServer(Metrics("w"), Health()) as server, contextlib.ExitStack() as opened:
+        for _ in range(300):
+            opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        for path in ("/healthz", "/metrics", "/healthz"):
+            began_s = unhindered_s()
+            assert request(server, path)[0] == 200
+            assert unhindered_s() - began_s < 1.0
+        assert threading.active_count() - before <= 2 * HttpLimits().connections + 1
+    assert len(log.getvalue().splitlines()) < 10
+
+
+def test_when_all_connections_are_being_answered_a_new_one_is_refused_in_a_line() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(Health):
+        @property
+        def reasons(self) -> Mapping[str, str]:
+            entered.set()
+            go_on.wait(20)
+            return {}
+
+    with MetricsServer(Metrics("w"), Slow(), limits=HttpLimits(connections=1)) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as first:
+            first.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert entered.wait(20)
+            try:
+                assert request(server, "/metrics")[::2] == (503, "too many connections; wait\n")
+            finally:
+                go_on.set()
+            assert first.recv(65_536).startswith(b"HTTP/1.0 200")
+        assert request(server, "/metrics")[0] == 200
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -506,3 +581,37 @@ def test_exceptions_and_foreign_loggers_pass_the_redaction(format: Literal["json
     assert text.count("ConnectionError") >= 2
     assert text.count("nats://h") >= 3
     assert SECRET not in text
+
+
+HOSTILE = "a\x1b[2J\x9b31m\u202e\ud800\x00b"
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_what_others_wrote_cannot_steer_a_terminal_or_break_a_line(
+    format: Literal["json", "console"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="utf-8")
+    configure_logging("info", format, stream=stream)
+    # pytest keeps what is logged as it was logged, and cannot report it from one process to another.
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [handler for handler in root.handlers if handler.name == "parti"])
+    log = structlog.get_logger("parti.test")
+    log.info(f"event {HOSTILE}\nforged", error=f"{HOSTILE}\nforged", deep={HOSTILE: [HOSTILE]}, number=10**5000)
+    try:
+        raise ValueError(f"{HOSTILE}\nwith lines")
+    except ValueError:
+        log.exception("failed", **{HOSTILE: 1})
+        logging.getLogger("other").exception("foreign %s", HOSTILE)
+    stream.flush()
+    text = raw.getvalue().decode()
+    assert not set(text) & set("\x1b\x9b\u202e\x00")
+    assert "a\\x1b[2J" in text.replace("\\\\", "\\")
+    assert not any(line.startswith("forged") for line in text.splitlines())
+    assert text.count("ValueError") >= 2
+
+
+def test_values_are_bounded_with_a_mark() -> None:
+    line = log_json(text="x" * 100_000, error=ValueError("y" * 100_000))
+    assert len(json.dumps(line)) < 10_000
+    assert line["text"].endswith("… (cut: 100,000 characters)")

@@ -103,8 +103,10 @@ class JobKit:
         return (await self.kit.api.consumer_info(self.stream, self.durable)).ack_pending
 
     async def all_settled(self) -> bool:
+        """Whether the server waits for nothing and has deleted all; what is new it may not count as pending yet."""
         info = await self.kit.api.consumer_info(self.stream, self.durable)
-        return not info.ack_pending and not info.pending
+        settled = not info.ack_pending and not info.pending
+        return settled and not (await self.kit.api.stream_info(self.stream)).messages
 
     async def entry(self, seq: int) -> Entry | None:
         return await Bucket(self.kit.api, f"{self.prefix}-jobs").get(record_key(self.durable, seq))

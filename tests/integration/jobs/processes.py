@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.integration.jobs.kit import JobKit
-from tests.integration.processes import EXIT_S, command, environment
+from tests.integration.processes import EXIT_S, command, environment, whole_lines
 
 APP = """
 import asyncio
@@ -71,8 +71,7 @@ class JobProcess:
     @property
     def journal(self) -> list[tuple[str, int, int, int]]:
         """Word, sequence, attempt and process of everything that happened, over all processes of the directory."""
-        path = self._directory / "journal"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = whole_lines(self._directory / "journal")
         return [(word, int(seq), int(attempt), int(pid)) for word, seq, attempt, pid in map(str.split, lines)]
 
     def seqs(self, word: str) -> list[int]:

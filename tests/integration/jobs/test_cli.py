@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from tests.integration.commands import type_command
 from tests.integration.conftest import eventually
 from tests.integration.jobs.kit import Gates, JobKit
 from tests.integration.processes import command, environment
 
-from parti.cli.main import main
+from parti.cli import jobs as commands
+from parti.jetstream.kv import Bucket
 from parti.jobs import Job
+from parti.model.job import record_key
 
 
 class Operator:
@@ -27,11 +31,9 @@ class Operator:
         self._capsys = capsys
 
     async def types(self, *words: str, code: int = 0) -> str:
-        self._capsys.readouterr()
-        line = ["jobs", *words, "--nats", self._jobs.kit.url, "--prefix", self._jobs.prefix]
-        given = await asyncio.to_thread(main, line)
-        said = self._capsys.readouterr()
-        assert given == code, said
+        place = ("--nats", self._jobs.kit.url, "--prefix", self._jobs.prefix)
+        said = await type_command(self._capsys, "jobs", *words, *place)
+        assert said.code == code, said
         return said.out if code != 2 else said.err
 
     async def reads(self, *words: str) -> Any:
@@ -181,3 +183,43 @@ def _drain(process: subprocess.Popen[bytes], terminal: int) -> int:
     except OSError:
         pass  # the other side is closed
     return process.wait(10)
+
+
+async def test_records_that_cannot_be_read_stop_neither_jobs_nor_those_who_look(
+    jobs: JobKit, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The commands run in the process of the worker, whose log is looked at.
+    monkeypatch.setattr(commands, "configure_logging", lambda *arguments: None)
+    opened = asyncio.Event()
+    odd = (
+        b'{"kind":"\xff"}',
+        b"[" * 100_000,
+        b'{"stream":"S","seq":4}',
+        b'{"kind":"job","seq":' + b"9" * 5000 + b"}",
+        b'{"kind":"job","stream":"S","seq":5,"subject":"s","published_ns":5,"state":"running","received_s":1e13}',
+    )
+
+    async def handle(job: Job) -> None:
+        await opened.wait()
+
+    with structlog.testing.capture_logs() as lines:
+        async with jobs.app(handle).running(worker_id="w1"):
+            sent = await jobs.publish({}, {}, {}, {}, {})
+            await eventually(lambda: has_states(jobs, running=5))
+            bucket = Bucket(jobs.kit.api, f"{jobs.prefix}-jobs")
+            for seq, value in zip(sent, odd, strict=True):
+                found = await jobs.entry(seq)
+                assert found
+                await bucket.put(record_key(jobs.durable, seq), value, revision=found.revision)
+            await bucket.put(f"jobs.{jobs.durable}.nonsense", odd[0], revision=0)
+            for view in (("ls",), ("ls", "--all"), ("ls", "--json")):
+                await operator.types(*view)
+            opened.set()
+            await eventually(jobs.all_settled)
+            await eventually(lambda: has_states(jobs, done=5))
+    told = [line["key"] for line in lines if "is unreadable" in line["event"]]
+    assert sorted(told) == sorted(record_key(jobs.durable, seq) for seq in sent)
+
+
+async def has_states(jobs: JobKit, **wanted: int) -> bool:
+    return await jobs.states() == wanted

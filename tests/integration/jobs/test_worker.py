@@ -98,13 +98,15 @@ async def test_what_is_no_json_and_what_is_rejected_is_dead_lettered_at_once(job
     async with jobs.app(handle).running():
         await jobs.kit.api.publish(jobs.subject, b"\xffnot json")
         await jobs.publish({"Records": [{"good": False}]}, [{"good": True}, {"good": True}])
+        await jobs.kit.api.publish(jobs.subject, b"[" * 100_000)
         await eventually(jobs.all_settled)
-    assert calls == [1, 2, 3]
-    assert await jobs.states() == {"failed": 2, "done": 1}
-    letters = [await letter_headers(jobs, number) for number in (1, 2)]
+    assert calls == [1, 2, 3, 4]
+    assert await jobs.states() == {"failed": 3, "done": 1}
+    letters = [await letter_headers(jobs, number) for number in (1, 2, 3)]
     reasons = {headers["Parti-Sequence"]: headers["Parti-Error"] for headers in letters}
     assert "is no JSON" in reasons["1"]
     assert reasons["2"] == "too large"
+    assert "is no JSON" in reasons["4"]
 
 
 async def test_a_handler_that_takes_too_long_has_failed(jobs: JobKit) -> None:

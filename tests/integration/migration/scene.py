@@ -15,12 +15,12 @@ import nats
 import pytest
 from examples.legacy.worker import LegacyWorker
 from nats.aio.msg import Msg
+from tests.integration.commands import Said, type_command
 from tests.integration.conftest import Kit, eventually
 from tests.integration.fleet import FLEET
-from tests.integration.orders.operators import Said, place
+from tests.integration.orders.operators import place
 
 import parti
-from parti.cli.main import main
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.migration_desk import MigrationDesk
 from parti.jetstream.kv import Bucket
@@ -139,10 +139,7 @@ class Scene:
 
     async def type(self, *arguments: str) -> Said:
         """Run `parti migrate …` in this process."""
-        self.capsys.readouterr()
-        code = await asyncio.to_thread(main, ["migrate", *arguments, *place(self.kit)])
-        printed = self.capsys.readouterr()
-        return Said(code, printed.out, printed.err)
+        return await type_command(self.capsys, "migrate", *arguments, *place(self.kit))
 
     async def does(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         """The same, with JSON; it must end with this exit code."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
-from tests.integration.conftest import eventually
+from tests.integration.conftest import becomes_pending, eventually
 from tests.integration.migration.conftest import MakeScene
 from tests.integration.migration.scene import NEW, OLD, Scene
+from tests.integration.orders.operators import place
+from tests.integration.terminal import Terminal
 
 ABANDON = ("run", "--abandon")
 QUICK = ("--windows", "1", "--window", "0.3")
@@ -32,6 +36,21 @@ async def test_while_old_consumers_can_be_read_from_it_is_refused_and_a_dry_run_
         refused = await scene.is_refused(*ABANDON)
         assert said in refused
         assert "say --yes if that is meant" in refused
+
+
+async def test_ctrl_c_at_the_question_ends_it_and_changes_nothing(make_scene: MakeScene) -> None:
+    scene = await make_scene(2)
+    async with scene.old_worker():
+        await scene.does(*scene.shadow)
+        await scene.publish(1)
+        await scene.settles()
+        before = await scene.everything()
+        terminal = Terminal("migrate", *ABANDON, *place(scene.kit))
+        await eventually(lambda: "[y/N]: " in terminal.text)
+        terminal.process.send_signal(signal.SIGINT)
+        assert await terminal.ends() == 130
+        assert "Traceback" not in terminal.text
+        assert await scene.everything() == before
 
 
 @pytest.mark.parametrize("retention", ["limits", "interest"])
@@ -86,9 +105,9 @@ async def test_after_a_rollback_and_the_loss_of_old_consumers_it_begins_where_th
         # And there still is a way back.
         await scene.does("run", "--rollback")
         await scene.publish(1)
-        for name in scene.names:
-            info = await scene.kit.api.consumer_info(scene.kit.stream, f"old-{name}")
-            assert (info.pending, info.paused) == (1, False)
+        old = [f"old-{name}" for name in scene.names]
+        await becomes_pending(scene.kit.api, scene.kit.stream, dict.fromkeys(old, 1))
+        assert not any([(await scene.kit.api.consumer_info(scene.kit.stream, name)).paused for name in old])
 
 
 async def test_what_was_never_switched_begins_where_the_shadow_phase_found_its_old_consumer(

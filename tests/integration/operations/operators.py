@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from tests.integration.commands import type_command
 from tests.integration.conftest import Kit, eventually
 
-from parti.cli.main import main
 from parti.coordination.control_plane import read_keys
 from parti.coordination.records import KEYS, Records
 
@@ -35,14 +34,12 @@ class Operator:
 
     async def type(self, *arguments: str) -> tuple[int, str]:
         """Run a command in this process; returns its exit code and what it printed (code 2: on stderr)."""
-        self._capsys.readouterr()
-        code = await asyncio.to_thread(main, list(arguments))
-        printed = self._capsys.readouterr()
-        if code == 2:
-            assert printed.out == ""
-            assert len(printed.err.splitlines()) == 1, printed.err
-            return code, printed.err
-        return code, printed.out
+        said = await type_command(self._capsys, *arguments)
+        if said.code == 2:
+            assert said.out == ""
+            assert len(said.err.splitlines()) == 1, said.err
+            return said.code, said.err
+        return said.code, said.out
 
     async def ask(self, *arguments: str) -> dict[str, Any]:
         """Run a command with --json, whatever its exit code."""

@@ -14,6 +14,7 @@ import pytest
 from tests.integration.conftest import Kit, eventually
 from tests.integration.operations.operators import Operator
 from tests.integration.processes import command, environment
+from tests.pace import unhindered_s
 
 import parti
 from parti.errors import NotFound
@@ -265,6 +266,46 @@ async def test_somebody_at_a_terminal_is_asked(kit: Kit, operator: Operator, let
         assert (await kit.api.stream_info(letters)).messages == left
 
 
+@pytest.mark.parametrize("typed", ["", "y", "half an answer\x04"], ids=["nothing", "no Enter", "Ctrl-D"])
+@pytest.mark.parametrize("verb", ["purge", "replay"])
+async def test_ctrl_c_at_the_question_ends_it_at_once_and_changes_nothing(
+    kit: Kit, operator: Operator, letters: str, verb: str, typed: str
+) -> None:
+    from tests.integration.terminal import Terminal  # noqa: PLC0415 - needs a terminal only here
+
+    await bury(kit, {"a": 1})
+    terminal = Terminal("dlq", verb, "1", "--nats", kit.url, "--stream", letters)
+    await eventually(lambda: "[y/N]: " in terminal.text)
+    terminal.type(typed)
+    await eventually(lambda: terminal.text.replace("^D\b\b", "").endswith(typed.rstrip("\x04")))
+    began_s = unhindered_s()
+    terminal.process.send_signal(signal.SIGINT)
+    assert await terminal.ends() == 130
+    assert unhindered_s() - began_s < 2.0
+    _, _, after = terminal.text.partition("[y/N]: ")
+    assert after.split("\r\n")[1:] in ([], [""]), terminal.text  # the last line may not have been read yet
+    assert (await kit.api.stream_info(letters)).messages == 1
+
+
+@pytest.mark.parametrize("stdin", ["<&-", "</dev/null", "<<E\ny\nE"], ids=["closed", "empty", "pipe"])
+async def test_without_a_terminal_the_question_is_refused_in_a_line(
+    kit: Kit, operator: Operator, letters: str, stdin: str
+) -> None:
+    await bury(kit, {"a": 1})
+    asking = command("dlq", "purge", "1", "--nats", kit.url, "--stream", letters)
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", f'exec "$@" {stdin}\n', "sh", *asking),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    out, said = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, out) == (2, b"")
+    assert said.count(b"\n") == 1
+    assert b"nobody is here to confirm it; use --yes" in said
+
+
 async def test_the_json_of_a_listing_is_locked(kit: Kit, operator: Operator, letters: str) -> None:
     await bury(kit, {"a": 1})
     _, text = await operator.type("dlq", "ls", "--json", "--nats", kit.url)
@@ -281,6 +322,7 @@ async def test_the_json_of_a_listing_is_locked(kit: Kit, operator: Operator, let
             "error",
             "attempts",
             "worker",
+            "cut",
             "replay",
         ),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,27 @@ async def test_a_fleet_that_is_well_has_no_errors(kit: Kit, operator: Operator) 
         code, text = await operator.type("doctor", *operator.place)
         assert code == 0
         assert "fix: use file storage, or replicas" in text
+
+
+async def test_files_with_secrets_that_others_may_read_are_warned_of(
+    kit: Kit, operator: Operator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config, key = tmp_path / "parti.toml", tmp_path / "system.creds"
+    key.write_text("never read")
+    config.write_text(f'user = "u"\npassword = "hunter2"\nsystem_credentials_file = "{key}"\n')
+    monkeypatch.setenv("PARTI_CONFIG", str(config))
+    for path in (config, key):
+        path.chmod(0o644)
+    answer = await operator.ask("doctor", *operator.place)
+    assert areas(answer, "warning")["secrets"] == [
+        f"system_credentials_file: other users may read or write {key} (mode 0644), expected 0600",
+        f"config file: other users may read or write {config} (mode 0644), expected 0600",
+    ]
+    assert f"chmod 600 {key}" in {finding["fix"] for finding in answer["findings"]}
+    assert "hunter2" not in json.dumps(answer)
+    for path in (config, key):
+        path.chmod(0o600)
+    assert "secrets" not in areas(await operator.ask("doctor", *operator.place), "warning")
 
 
 async def test_what_a_fleet_left_behind_is_found(kit: Kit, operator: Operator) -> None:
@@ -98,7 +120,10 @@ async def test_a_wrong_name_is_refused(kit: Kit, operator: Operator) -> None:
     code, text = await operator.type("doctor", "--stream", "NOPE", *operator.place)
     assert (code, "there is no stream 'NOPE'; streams here: " in text) == (2, True)
     code, text = await operator.type("doctor", "--role", "king", *operator.place)
-    assert (code, "expected one of worker, leader, operator, observer, spark-reader, migrator" in text) == (2, True)
+    assert (
+        code,
+        "expected one of worker, leader, operator, observer, spark-reader, publisher, migrator" in text,
+    ) == (2, True)
 
 
 # ── permissions ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,10 +191,10 @@ async def test_a_user_with_the_permissions_of_a_role_can_be_just_that(
     errors = areas(answer, "error").get("permissions", [])
     assert (code, errors) == (0, []), errors
     (able,) = areas(answer, "ok")["permissions"]
-    # An operator may do all that an observer does, a leader all that a worker does, and both workers read the stream
-    # as Spark does; that is all they share.
+    # An operator may do all that an observer and a publisher do, a leader all that a worker does, and both workers
+    # read the stream as Spark does; that is all they share.
     wanted = {
-        "operator": "operator, observer",
+        "operator": "operator, observer, publisher",
         "worker": "worker, spark-reader",
         "leader": "worker, leader, spark-reader",
     }.get(role, role)

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -16,6 +15,8 @@ from pathlib import Path
 from tests.integration.conftest import Kit, eventually
 from tests.integration.operations.operators import Operator
 from tests.integration.processes import environment
+
+from parti.embedded.monitor import free_ports
 
 
 class Typed:
@@ -47,9 +48,7 @@ class Typed:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return free_ports(1)[0]
 
 
 async def test_what_init_prints_works_as_it_is_printed(operator: Operator, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from tests.integration.operations.operators import FLEET, Operator
 from tests.integration.terminal import Terminal
 
 import parti
+from parti.jetstream.kv import Bucket
 from parti.jetstream.waiting import Waiting
+from parti.model.fleet import Claim, encode, key_of
 
 PARTITIONS = [f"p{n}" for n in range(4)]
 
@@ -126,6 +129,34 @@ async def test_counting_begins_at_the_sequence_asked_for(kit: Kit) -> None:
         }
         assert sum(done) == len(wanted)
         assert not [name for name in await kit.api.consumer_names(kit.stream) if name.startswith("parti-count")]
+
+
+async def test_a_claim_of_a_partition_that_fits_no_template_stops_nobody(kit: Kit, operator: Operator) -> None:
+    record = Record()
+    await kit.publish(["a"])
+    async with app_of(kit, record.handle, None).running():
+        await record.reaches(1)
+    claim = Claim(owner="gone", claimed_at=datetime.now(UTC), ttl_seconds=5.0, term=1)
+    for name in ("a.b", ">", "a b"):
+        await Bucket(kit.api, f"b{kit.root}").put(key_of("claims", name), encode(claim), revision=0)
+    async with app_of(kit, record.handle, None).running():
+        await kit.publish(["a", "new"])
+        await record.reaches(3)
+        rows = (await operator.ask("partitions", *operator.place))["partitions"]
+        code, said = await operator.type("explain", "a.b", *operator.place)
+    assert [row["partition"] for row in rows] == ["a", "new"]
+    assert (code, "Traceback" in said) == (2, False)
+
+
+@pytest.mark.parametrize("status", ["404", "503", "²"])
+async def test_a_header_of_a_publisher_hides_nothing_that_waits(kit: Kit, status: str) -> None:
+    headers = {"Status": status, "Nats-Stream": "other", "Nats-Num-Pending": "0", "Nats-Sequence": "7"}
+    seq = await kit.api.publish(kit.subject("a"), b"", headers=headers)
+    await kit.publish(["a"], 4)
+    wanted = {"a": (kit.subject("a"), seq)}
+    waiting = Waiting(kit.connection, kit.api, await kit.api.stream_info(kit.stream))
+    found = await waiting.count(wanted, f"{kit.root}.>", look=True)
+    assert (found["a"].messages, found["a"].first_seq) == (5, seq)
 
 
 # ── top ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,34 +6,24 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.integration.commands import Said, type_command
 from tests.integration.conftest import Kit, eventually
 from tests.integration.fleet import FLEET, PARTITIONS, claims_of, owners
 
 import parti
-from parti.cli.main import main
 from parti.jetstream.kv import Bucket
 from parti.model.fleet import Orders, decode
 
 KEYS = {"at", "bucket", "changed", "missing", "ok", "orders", "partitions", "summary", "waited_s"}
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a command said: its exit code, stdout and stderr."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self.out)
-        assert set(answer) == KEYS
-        return answer
+def answer_of(said: Said) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(said.out)
+    assert set(answer) == KEYS
+    return answer
 
 
 def place(kit: Kit) -> tuple[str, ...]:
@@ -49,10 +39,7 @@ class Operator:
 
     async def type(self, *arguments: str) -> Said:
         """Run a command in this process."""
-        self._capsys.readouterr()
-        code = await asyncio.to_thread(main, [*arguments, *place(self._kit)])
-        printed = self._capsys.readouterr()
-        return Said(code, printed.out, printed.err)
+        return await type_command(self._capsys, *arguments, *place(self._kit))
 
     async def orders(self, *arguments: str) -> str:
         """Give an order that the fleet can follow, and return the line that says so."""

@@ -7,7 +7,7 @@ from collections import Counter
 
 from tests.integration.conftest import Kit, eventually
 from tests.integration.fleet import PARTITIONS, Traffic, claims_of, owners, running
-from tests.integration.orders.operators import Operator, orders_in, owned_by
+from tests.integration.orders.operators import Operator, answer_of, orders_in, owned_by
 
 from parti.model.fleet import Orders
 
@@ -53,7 +53,7 @@ async def test_the_last_worker_is_drained_only_by_force(kit: Kit, operator: Oper
         assert reason in await operator.is_refused("drain", "worker-1", "worker-0")
         said = await operator.type("drain", "worker-1", "--force", "--timeout", "0.5", "--json")
         assert said.code == 1
-        assert len(said.json["missing"]) == len(PARTITIONS)
+        assert len(answer_of(said)["missing"]) == len(PARTITIONS)
         await fleet.join()
 
         async def gone() -> bool:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 from tests.integration.conftest import Kit, eventually
 from tests.integration.fleet import FLEET, PARTITIONS, Fleet, Journal, Traffic, claims_of, running
-from tests.integration.orders.operators import Operator, Slow, orders_in, owned_by, slow_fleet
+from tests.integration.orders.operators import Operator, Slow, answer_of, orders_in, owned_by, slow_fleet
 
 import parti
 from parti.coordination.orders import change_orders
@@ -68,7 +68,7 @@ async def test_moves_for_scripts(kit: Kit, operator: Operator) -> None:
         moving = (await owned_by(kit, "worker-0"))[:2]
         said = await operator.type("move", *moving, "--to", "worker-1", "--json")
         assert (said.code, said.err) == (0, "")
-        answer = said.json
+        answer = answer_of(said)
         assert (answer["ok"], answer["changed"], answer["missing"]) == (True, True, [])
         assert answer["partitions"] == moving
         assert 0 < answer["waited_s"] < 10
@@ -80,7 +80,7 @@ async def test_moves_for_scripts(kit: Kit, operator: Operator) -> None:
             "hold_moves": False,
             "withheld": [],
         }
-        again = (await operator.type("move", *moving, "--to", "worker-1", "--json", "--no-wait")).json
+        again = answer_of(await operator.type("move", *moving, "--to", "worker-1", "--json", "--no-wait"))
         assert (again["changed"], again["partitions"], again["waited_s"]) == (False, [], None)
 
 
@@ -112,13 +112,13 @@ async def test_a_thousand_partitions_move_by_one_order(kit: Kit, operator: Opera
         await eventually(shared, 30)
         said = await operator.type("move", *partitions, "--to", "worker-1", "--json")
         assert said.code == 0, said
-        assert len(said.json["partitions"]) == 500
+        assert len(answer_of(said)["partitions"]) == 500
         status = await operator.status()
         assert {row["worker"]: row["owned"] for row in status["workers"]} == {"worker-0": 0, "worker-1": 1000}
         entry = await Bucket(kit.api, f"b{kit.root}").get("orders")
         assert entry
         assert len(decode(entry.value, Orders).placed) == 1000
-        print("moved 500 of 1,000 in", said.json["waited_s"], "s")
+        print("moved 500 of 1,000 in", answer_of(said)["waited_s"], "s")
 
 
 # ── not in time ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,7 +139,7 @@ async def test_a_handler_that_runs_for_long_is_named(kit: Kit, operator: Operato
         )
         assert reason == f"  p0: its handler still runs on {here}"
         for arguments in (("pause", "p0"), ("drain", here)):
-            answer = (await operator.type(*arguments, "--timeout", "1", "--json")).json
+            answer = answer_of(await operator.type(*arguments, "--timeout", "1", "--json"))
             assert {"partition": "p0", "why": f"its handler still runs on {here}"} in answer["missing"]
         assert not answer["ok"]
         await operator.orders("drain", here, "--undo")
@@ -160,5 +160,5 @@ async def test_whoever_waits_hears_of_another_operators_order(kit: Kit, operator
         await change_orders(Bucket(kit.api, f"b{kit.root}"), lambda orders: Orders())
         said = await waiting
         assert said.code == 1
-        assert said.json["missing"] == [{"partition": "p0", "why": "another operator has taken this back"}]
-        assert "the order stands" not in said.json["summary"]
+        assert answer_of(said)["missing"] == [{"partition": "p0", "why": "another operator has taken this back"}]
+        assert "the order stands" not in answer_of(said)["summary"]

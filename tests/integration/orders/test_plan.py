@@ -52,5 +52,6 @@ async def test_orders_that_cannot_be_read_are_told_of(kit: Kit, operator: Operat
     async with running(kit, 1):
         await Bucket(kit.api, f"b{kit.root}").put("orders", b'{"placed": 7}', revision=0)
         assert (await planned(operator))["notes"] == [
-            "1 record cannot be read and is not in this plan: is another version of parti at work?"
+            "Not in this plan is what cannot be read: unreadable record orders: run 'parti doctor --repair orders', "
+            "which takes all orders back: give them again then."
         ]

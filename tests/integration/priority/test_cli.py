@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.commands import type_command
 from tests.integration.conftest import eventually
 from tests.integration.priority.kit import GROUP, GroupKit
 from tests.integration.processes import EXIT_S, command, environment
@@ -30,13 +31,11 @@ class Operator:
 
     async def type(self, *arguments: str) -> tuple[int, str]:
         """Run a command in this process; returns its exit code and what it printed (code 2: on stderr)."""
-        self._capsys.readouterr()
-        code = await asyncio.to_thread(main, ["priority", *arguments, "--nats", self._url])
-        printed = self._capsys.readouterr()
-        if code == 2:
-            assert (printed.out, len(printed.err.splitlines())) == ("", 1)
-            return code, printed.err
-        return code, printed.out
+        said = await type_command(self._capsys, "priority", *arguments, "--nats", self._url)
+        if said.code == 2:
+            assert (said.out, len(said.err.splitlines())) == ("", 1)
+            return said.code, said.err
+        return said.code, said.out
 
     async def ask(self, *arguments: str) -> dict[str, Any]:
         code, text = await self.type(*arguments, "--json")

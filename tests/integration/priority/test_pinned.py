@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.integration.conftest import eventually
 from tests.integration.priority.kit import GROUP, GroupKit, seq_of
-from tests.integration.processes import EXIT_S, environment
+from tests.integration.processes import EXIT_S, environment, whole_lines
 from tests.pace import unhindered_s
 
 from parti.core.pin import PinState
@@ -189,7 +189,7 @@ class Process:
 
     @property
     def words(self) -> list[list[str]]:
-        return [line.split() for line in self._said.read_text().splitlines()]
+        return [line.split() for line in whole_lines(self._said)]
 
     def __enter__(self) -> Process:
         return self

@@ -1,0 +1,30 @@
+"""Notes of stalls in the bucket: what is written of one stall stays one note."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.integration.conftest import Kit
+
+from parti.config import Settings
+from parti.coordination.stall_notes import StallNotes
+from parti.core.stall import Stall, StallKind
+from parti.jetstream.kv import Bucket
+from parti.model.fleet import RECOVERED, StallRecord, key_of
+from parti.model.records import decode
+
+STALL = Stall(StallKind.LOOP, "", 0.0)
+
+
+async def test_a_worker_that_has_another_id_after_its_stall_ends_the_note_of_the_old_one(kit: Kit) -> None:
+    bucket = await Bucket.open(kit.api, kit.settings["bucket"], replicas=1)
+    ids = ["worker-1", "worker-2"]
+    notes = StallNotes(Settings(nats=(kit.url,), bucket=bucket.name), lambda: ids[0])
+    await asyncio.to_thread(notes.write, STALL, "stalled: blocked")
+    del ids[0]
+    await asyncio.to_thread(notes.write, STALL, "stalled: blocked", "recovered")
+    found = await bucket.get(key_of("stalls", "worker-1"))
+    assert found
+    assert found.value
+    assert decode(found.value, StallRecord).ended == RECOVERED
+    assert await bucket.get(key_of("stalls", "worker-2")) is None
