@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import subprocess
 import time
 import urllib.request
@@ -26,6 +27,7 @@ from tests.pace import unhindered_s
 
 from parti.cli.main import main
 from parti.config import Settings
+from parti.core.stall import gil_timeout_s
 from parti.embedded import Server
 from parti.errors import PartiError
 from parti.jetstream.api import JetStreamApi
@@ -38,6 +40,8 @@ STALL_AFTER_S = 3.0
 LEASE_S = 2.0
 NOTICED_S = STALL_AFTER_S + 2.0
 TAKEN_OVER_S = LEASE_S + 2.0
+GIL_HELD_S = gil_timeout_s(STALL_AFTER_S, LEASE_S)
+"""When a process ends whose threads cannot run."""
 
 APP = """
 import asyncio, os, time
@@ -73,6 +77,8 @@ async def handle(message):
 """
 
 BLOCK = "time.sleep(30)"
+HOLD_GIL_ASLEEP = "import ctypes; ctypes.PyDLL(None).sleep(60)"
+HOLD_GIL_AT_WORK = "import re; re.match('(a+)+$', 'a' * 60 + 'b')"
 DEAD_RUNNERS = "AsyncRunners._start_pump = lambda runners: None; AsyncRunners._run = None"
 CANCELLED_PULLS = "[t.cancel() for t in asyncio.all_tasks() if t.get_name().startswith('parti-pull')]"
 DEAD_PULLS = f"alive, tasks.retried = tasks.retried, lambda *_: asyncio.Event().wait(); {CANCELLED_PULLS}"
@@ -132,6 +138,14 @@ class Pair:
         lines = whole_lines(self._directory / f"log{number}")
         return [json.loads(line) for line in lines if line.startswith("{")]
 
+    def stderr_of(self, pid: int) -> str:
+        number = next(n for n, process in enumerate(self.processes) if process.pid == pid)
+        return (self._directory / f"log{number}").read_text()
+
+    async def exit_code_of(self, pid: int) -> int:
+        process = next(process for process in self.processes if process.pid == pid)
+        return await asyncio.to_thread(process.wait, 20)
+
     def fault(self) -> Line | None:
         return next((line for line in self.journal if line.what == "fault"), None)
 
@@ -188,8 +202,7 @@ class Pair:
         at_s = self.owned_by_others_at_s(pid, since_s)
         assert at_s
         watch.within(at_s - self.noticed_at_s(pid), TAKEN_OVER_S)
-        process = next(p for p in self.processes if p.pid == pid)
-        assert await asyncio.to_thread(process.wait, 20) == 70
+        assert await self.exit_code_of(pid) == 70
 
     async def handles_everything(self) -> None:
         last = (await self.api.stream_info("WORK")).last_seq
@@ -255,6 +268,51 @@ async def test_a_blocked_event_loop_is_noticed_told_and_taken_over(tmp_path: Pat
         assert 'parti_stalls_total{kind="loop"' in metrics
         await eventually(lambda: pair.status_tells("the event loop has not turned"), 10)
         await pair.is_taken_over(fault.pid, fault.at_s, watch)
+        await pair.handles_everything()
+
+
+@pytest.mark.parametrize("fault_code", [HOLD_GIL_ASLEEP, HOLD_GIL_AT_WORK], ids=["asleep", "at-work"])
+async def test_a_worker_whose_handler_holds_the_gil_ends_with_its_stack_and_is_taken_over(
+    tmp_path: Path, fault_code: str
+) -> None:
+    """No thread of Python runs in it any more, the watchdog included."""
+    async with pair_of_workers(tmp_path, fault_code, loop="auto") as pair:
+        watch = Watch()
+        await pair.publish(b"fault", ["p0"])
+        await eventually(lambda: pair.fault() is not None)
+        fault = pair.fault()
+        assert fault
+        assert await pair.exit_code_of(fault.pid) == 1
+        watch.within(time.time() - fault.at_s, GIL_HELD_S + 1.0)
+        assert "Timeout (0:00:07" in (stderr := pair.stderr_of(fault.pid))
+        assert "faulty.py" in stderr
+        await eventually(lambda: pair.owned_by_others_at_s(fault.pid, fault.at_s) is not None)
+        owned_at_s = pair.owned_by_others_at_s(fault.pid, fault.at_s)
+        assert owned_at_s
+        watch.within(owned_at_s - fault.at_s, TAKEN_OVER_S)
+        await pair.handles_everything()
+
+
+async def test_a_worker_that_was_stopped_until_others_took_over_goes_on(tmp_path: Path) -> None:
+    async with pair_of_workers(tmp_path, "pass", loop="auto") as pair:
+        stopped, stopped_at_s = pair.processes[0], time.time()
+        stopped.send_signal(signal.SIGSTOP)
+        await eventually(lambda: pair.owned_by_others_at_s(stopped.pid, stopped_at_s) is not None)
+        stopped.send_signal(signal.SIGCONT)
+        await eventually(pair.shared)
+        await pair.handles_everything()
+        assert stopped.poll() is None
+
+
+async def test_a_worker_that_was_stopped_for_longer_than_its_threads_may_rest_ends(tmp_path: Path) -> None:
+    """The clock of the timeout goes on while the process is stopped. It has lost its lease long before."""
+    async with pair_of_workers(tmp_path, "pass", loop="auto") as pair:
+        stopped, stopped_at_s = pair.processes[0], time.time()
+        stopped.send_signal(signal.SIGSTOP)
+        await eventually(lambda: time.time() - stopped_at_s > GIL_HELD_S)
+        stopped.send_signal(signal.SIGCONT)
+        assert await pair.exit_code_of(stopped.pid) == 1
+        assert pair.owned_by_others_at_s(stopped.pid, stopped_at_s)
         await pair.handles_everything()
 
 
@@ -356,6 +414,5 @@ async def test_a_worker_whose_handler_cancels_all_tasks_leaves_to_others(tmp_pat
         assert fault
         await eventually(lambda: pair.owned_by_others_at_s(fault.pid, time.time() - 1) is not None)
         await pair.handles_everything()
-        process = next(p for p in pair.processes if p.pid == fault.pid)
-        assert await asyncio.to_thread(process.wait, 20) == 1
+        assert await pair.exit_code_of(fault.pid) == 1
         assert any("has cancelled the main task" in line["event"] for line in pair.log_of(fault.pid))

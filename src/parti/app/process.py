@@ -7,10 +7,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import structlog
 
+from parti.app.gil_guard import exit_when_gil_is_held
 from parti.app.signals import exit_at_once, on_leave_signals
 from parti.app.supervisor import own_slot
 from parti.config import Settings
@@ -61,7 +63,7 @@ def _uvloop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def run_worker(worker: Servable) -> int:
+def run_worker(worker: Servable, *, gil_timeout_s: float | None = None) -> int:
     """Run a worker as this process, on the event loop and with the logs that its settings name; see `serve`."""
     settings = worker.settings
 
@@ -70,16 +72,20 @@ def run_worker(worker: Servable) -> int:
 
     # A worker that cannot start says so in one line; what led there is only of interest to who asked for it.
     configure_logging("warning" if settings.log_level == "info" else settings.log_level, settings.log_format)
-    return run_on_loop(serve(worker, on_started=speak), settings.event_loop)
+    return run_on_loop(serve(worker, on_started=speak, gil_timeout_s=gil_timeout_s), settings.event_loop)
 
 
-async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None) -> int:
+async def serve(
+    worker: Servable, on_started: Callable[[], None] = lambda: None, *, gil_timeout_s: float | None = None
+) -> int:
     """Run a worker until SIGTERM or SIGINT, then drain; a second signal leaves at once.
 
     Raises what `Worker.start` raises; calls `on_started` when it has not, or is told to leave before that.
 
     Returns the exit code: 0 when everything was finished and stored, 1 when something was left to be delivered
     again, `STALLED` when the worker stood still and a restart of its reading side did not help.
+
+    With `gil_timeout_s`, once the worker has started, the process ends with 1 when no thread has run for so long.
     """
     worker.on_worker_id = lambda worker_id: name_process(worker=worker_id)
     leave = asyncio.Event()
@@ -120,12 +126,17 @@ async def serve(worker: Servable, on_started: Callable[[], None] = lambda: None)
     if not leave.is_set():
         on_started()
         worker.announce()
-    cancelled = await _is_cancelled_before(leave)
-    clean = await (worker.stop(drain=False) if cancelled or stalled.is_set() else worker.stop()) and not cancelled
+    with _gil_guard(gil_timeout_s):
+        cancelled = await _is_cancelled_before(leave)
+        clean = await (worker.stop(drain=False) if cancelled or stalled.is_set() else worker.stop()) and not cancelled
     _log.info("worker left", finished=worker.finished, clean=clean)
     if stalled.is_set():
         return STALLED
     return 0 if clean else 1
+
+
+def _gil_guard(timeout_s: float | None) -> AbstractContextManager[None]:
+    return nullcontext() if timeout_s is None else exit_when_gil_is_held(timeout_s)
 
 
 async def _is_cancelled_before(leave: asyncio.Event) -> bool:

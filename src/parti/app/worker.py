@@ -21,7 +21,7 @@ from parti.coordination.stall_notes import StallNotes
 from parti.core.fleet_view import FleetState
 from parti.core.hot_mirror import ON, why_not
 from parti.core.retention import INTEREST, LIMITS, retention_named
-from parti.core.stall import Stall
+from parti.core.stall import Stall, grace_s
 from parti.errors import ConfigError, NotFound, ServerTooOld, StreamNotFound, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
@@ -193,7 +193,7 @@ class Worker:
             self.metrics,
             self.health,
             stall_after_s=settings.stall_after_s,
-            grace_s=min(settings.stall_after_s, settings.lease_ttl_s),
+            grace_s=grace_s(settings.stall_after_s, settings.lease_ttl_s),
         )
         self._watchdog.start()
         self._life.call(self._watchdog.stop)

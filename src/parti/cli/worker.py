@@ -20,6 +20,7 @@ from parti.app.supervisor import die_with_parent, own_slot, supervise
 from parti.cli.options import LogFormatOption, LogLevelOption, MetricsPortOption, NatsOption
 from parti.config import Settings
 from parti.core.retry import describe
+from parti.core.stall import gil_timeout_s
 from parti.errors import ConfigError, HandlerMissing
 from parti.telemetry.logs import configure_logging
 
@@ -60,7 +61,8 @@ def worker(
 
     Every setting can also come from the environment (PARTI_NATS, PARTI_WORKER_ID, ...) or from parti.toml.
     SIGTERM or Ctrl-C drains: pulling stops, running handlers finish, positions are stored. A second one leaves at
-    once. Exit codes: 0 drained, 1 something will be delivered again, 2 the worker could not start, 70 it stood still.
+    once. Exit codes: 0 drained, 1 something will be delivered again or no thread could run, 2 the worker could not
+    start, 70 it stood still.
     """
     die_with_parent()  # first: importing the app may take long
     options: dict[str, Any] = {
@@ -80,7 +82,8 @@ def worker(
     made = app.worker(**options)
     if processes is not None:
         raise typer.Exit(_supervise(processes, target, options, made.settings))
-    if code := run_worker(made):
+    timeout_s = gil_timeout_s(made.settings.stall_after_s, made.settings.lease_ttl_s)
+    if code := run_worker(made, gil_timeout_s=timeout_s):
         raise typer.Exit(code)
 
 

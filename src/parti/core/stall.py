@@ -69,6 +69,20 @@ class StallDetector:
         return longest if longest and now_s - longest.since_s >= self._after_s else None
 
 
+def grace_s(stall_after_s: float, lease_ttl_s: float) -> float:
+    """How long a worker that stands still may take to move again before it leaves."""
+    return min(stall_after_s, lease_ttl_s)
+
+
+def gil_timeout_s(stall_after_s: float, lease_ttl_s: float) -> float:
+    """After how long without the GIL a process is ended.
+
+    As long as the watchdog takes with a blocked event loop: it tells, leaves, and ends the process a lease later.
+    Where threads run, it is therefore always the watchdog that ends the process, with its own exit code.
+    """
+    return stall_after_s + grace_s(stall_after_s, lease_ttl_s) + lease_ttl_s
+
+
 class Step(enum.Enum):
     """What a watchdog does next."""
 
