@@ -35,6 +35,22 @@ async def test_a_graceful_restart_repeats_nothing_and_loses_nothing(kit: Kit, re
         assert {p: sorted(seqs) for p, seqs in record.by_partition.items()} == sent
 
 
+async def test_attempts_are_counted_on_after_a_restart(kit: Kit) -> None:
+    attempts = []
+
+    async def handle(message: parti.Message) -> None:
+        attempts.append(message.attempt)
+        raise ValueError("bad")
+
+    await kit.publish(["a"])
+    for expected in ([1], [1, 2]):
+        app = kit.app(handle, ["a"], attempts=2, backoff_s=(0.5,))
+        async with app.running() as worker:
+            await eventually(lambda: bool(worker.metrics.handler_failures.total))
+        assert attempts == expected
+    assert len(await kit.dead_letters()) == 1
+
+
 async def test_stopping_right_after_the_start_forgets_no_position(kit: Kit, record: Record) -> None:
     gate = Gate("slow")
     sent = await kit.publish(["slow"])

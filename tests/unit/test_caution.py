@@ -254,3 +254,12 @@ async def test_a_last_chance_that_was_paused_between_two_attempts_is_taken_up_ag
     async with crash.bench.lanes.pauses.paused("a"):
         pass
     await crash.acked(1)
+
+
+async def test_a_message_that_failed_before_the_crash_is_noted_and_counted_on(crash: Crash) -> None:
+    crash.bench.lanes.roster.note_failed("a", 5, 2)
+    crash.own(a=careful(position=5))
+    crash.bench.send("a", 5, 6)
+    await crash.acked(5, 6)
+    assert [(seq, attempt) for _, seq, attempt in crash.bench.starts] == [(5, 3), (6, 1)]
+    assert {"a": 5} in crash.notes

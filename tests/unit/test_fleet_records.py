@@ -119,7 +119,7 @@ def test_large_epochs_survive() -> None:
 
 
 def test_a_grant_is_numbers_without_names() -> None:
-    assert json.loads(encode(ASSIGNMENT))["partitions"]["dc.e7.2"] == [11, 4711, 0, 0, 0]
+    assert json.loads(encode(ASSIGNMENT))["partitions"]["dc.e7.2"] == [11, 4711, 0, 0, 0, 0, 0]
 
 
 def test_a_grant_of_an_older_version_is_read() -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 from tests.unit.lanes_bench import TEMPLATE, Bench, behind_gates, gates, nothing
 
+from parti.core.lease import NEVER_S
 from parti.core.retry import Reject
 from parti.model.message import Message
 
@@ -43,6 +44,48 @@ async def test_a_handler_that_fails_after_the_release_leaves_its_message_to_the_
     await bench.until(lambda: bench.ends == [1])
     await bench.until(lambda: bench.lanes.held == 0)
     assert bench.acks.acked == []
+    assert bench.lanes.roster.behind()["a"] <= 1
+
+
+async def test_a_last_attempt_that_fails_after_the_release_is_a_dead_letter(bench: Bench) -> None:
+    door = asyncio.Event()
+
+    async def handler(message: Message) -> None:
+        await door.wait()
+        raise Reject("no")
+
+    bench.own("a")
+    bench.run_async(handler)
+    bench.letters.open.clear()
+    bench.send("a", 1, 2)
+    await bench.until(lambda: bench.started() == [1])
+    bench.own()
+    door.set()
+    await bench.until(lambda: bench.letters.asked)
+    assert set(bench.lanes.leaving) == {"a"}, "the next owner would not wait for the dead letter"
+    bench.letters.open.set()
+    await bench.acked(1)
+    assert not set(bench.lanes.leaving)
+    assert bench.lanes.roster.behind()["a"] == 2
+    assert (bench.started(), bench.lanes.held) == ([1], 0)
+
+
+async def test_a_worker_whose_lease_has_ended_dead_letters_nothing_of_a_released_partition(bench: Bench) -> None:
+    door = asyncio.Event()
+
+    async def handler(message: Message) -> None:
+        await door.wait()
+        raise Reject("no")
+
+    bench.own("a")
+    bench.run_async(handler)
+    bench.send("a", 1)
+    await bench.until(lambda: bench.started() == [1])
+    bench.lanes.permit(NEVER_S)
+    bench.own()
+    door.set()
+    await bench.until(lambda: bench.lanes.held == 0)
+    assert bench.letters.asked == 0
     assert bench.lanes.roster.behind()["a"] <= 1
 
 

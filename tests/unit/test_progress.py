@@ -86,7 +86,7 @@ def test_partitions_that_are_known_to_be_further_are_ahead_and_none_goes_back() 
 
 
 def test_a_record_survives_the_wire() -> None:
-    progress = record(floor=10, covered=["dc.a"], ahead={"a": 15}, behind={"b": 2}, writer="me")
+    progress = record(floor=10, covered=["dc.a"], ahead={"a": 15}, behind={"b": 2}, failed={"b": (2, 1)}, writer="me")
     assert decode_progress(encode_progress(progress)) == progress
 
 

@@ -109,6 +109,37 @@ def test_what_nobody_owned_needs_no_care() -> None:
     assert after(claim(owner="", state="free")) == Estate(40, CREATED)
 
 
+# ── messages that fail ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_the_next_owner_is_told_how_often_a_message_has_failed(planned: bool) -> None:
+    estate = after(claim(state="moving"), planned=planned, w1=record(failed={"p": (62, 2), "q": (70, 1)}))
+    assert (estate.failed, estate.attempts) == (62, 2)
+
+
+def test_attempts_of_a_message_that_the_last_owner_did_not_start_are_kept() -> None:
+    estate = after(claim(failed=62, attempts=2), planned=True, w1=record())
+    assert (estate.failed, estate.attempts) == (62, 2)
+
+
+def test_the_last_owner_knows_better_how_often_a_message_has_failed() -> None:
+    estate = after(claim(failed=62, attempts=1), planned=True, w1=record(failed={"p": (62, 2)}))
+    assert (estate.failed, estate.attempts) == (62, 2)
+    estate = after(claim(failed=62, attempts=2), planned=True, w1=record(failed={"p": (64, 1)}))
+    assert (estate.failed, estate.attempts) == (64, 1)
+
+
+def test_attempts_of_a_message_that_is_finished_are_forgotten() -> None:
+    found = claim(failed=55, attempts=2)
+    assert after(found, planned=True, w1=record(failed={"p": (59, 2)})) == Estate(60, CREATED)
+
+
+def test_attempts_in_a_stream_made_anew_are_forgotten() -> None:
+    old = claim(stream_created="2020-01-01T00:00:00Z", failed=62, attempts=2)
+    assert after(old, planned=True) == Estate(1, CREATED)
+
+
 # ── messages that kill ────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -141,6 +141,13 @@ def _wanted(
         if claim.state == "moving":
             owner.at_least = max(owner.at_least, claim.awaits)
         elif claim.state in {"owned", "preparing"}:
-            grant = Grant(claim.fence_token, position, claim.careful_to, claim.suspect, claim.deaths)
-            owner.partitions[partition] = grant
+            owner.partitions[partition] = Grant(
+                claim.fence_token,
+                position,
+                claim.careful_to,
+                claim.suspect,
+                claim.deaths,
+                claim.failed,
+                claim.attempts,
+            )
     return wanted

@@ -95,6 +95,8 @@ class ClaimStore:
                     careful_to=grant.careful_to,
                     suspect=grant.suspect,
                     deaths=grant.deaths,
+                    failed=grant.failed,
+                    attempts=grant.attempts,
                     term=self._office.term,
                     reason="its claim was unreadable",
                 )
@@ -136,6 +138,8 @@ class ClaimStore:
             careful_to=estate.careful_to,
             suspect=estate.suspect,
             deaths=estate.deaths,
+            failed=estate.failed,
+            attempts=estate.attempts,
             term=self._office.term,
             reason=reason,
             cause=cause,

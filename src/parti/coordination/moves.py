@@ -86,6 +86,8 @@ class Moves:
                 careful_to=estate.careful_to,
                 suspect=estate.suspect,
                 deaths=estate.deaths,
+                failed=estate.failed,
+                attempts=estate.attempts,
                 reason=command.reason,
                 cause=command.cause,
             )

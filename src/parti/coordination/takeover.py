@@ -31,6 +31,8 @@ class Estate:
     careful_to: int = 0
     suspect: int = 0
     deaths: int = 0
+    failed: int = 0
+    attempts: int = 0
 
 
 class Takeovers:
@@ -140,6 +142,11 @@ class Estates:
         careful_to = claim.careful_to if same_stream and claim.careful_to >= position else 0
         suspect, deaths = (claim.suspect, claim.deaths) if same_stream else (0, 0)
         record = self._records.get(claim.owner)
+        told = record.failed.get(partition_id, (0, 0)) if record else (0, 0)
+        # Of two messages the later one counts, of the same message the larger number of attempts.
+        failed, attempts = max(told, (claim.failed, claim.attempts) if same_stream else (0, 0))
+        if failed < position:
+            failed = attempts = 0
         if record and record.incarnation != claim.incarnation:
             record = None
         if claim.owner and not planned and not (record and record.closed):
@@ -151,4 +158,4 @@ class Estates:
         reached = record.position(partition_id, self._template.partition(partition_id).subject) if record else 0
         if suspect < reached or not (claim.owner or suspect >= position):
             suspect = deaths = 0
-        return Estate(position, self.stream_created, careful_to, suspect, deaths)
+        return Estate(position, self.stream_created, careful_to, suspect, deaths, failed, attempts)

@@ -62,6 +62,7 @@ class Lane:
         "pausing",
         "phase",
         "position",
+        "retry",
         "started_s",
         "taken_to",
         "waiting",
@@ -89,6 +90,8 @@ class Lane:
         """Somebody else still handles the partition."""
         self.careful_to = 0
         """The last owner died: up to this sequence, each message is noted down before it is started."""
+        self.retry: tuple[int, int] | None = None
+        """The head failed at an earlier owner: its sequence, and the attempts made. Held until it is there."""
         self.pausing = False
         """Nothing may be started for a moment: the handler's state is being saved."""
 

@@ -34,6 +34,8 @@ class Progress(
     """Positions that stand whatever the floor says, by partition id."""
     trying: dict[str, Count] = {}
     """Messages that were about to be started when this was written, by partition id; only after a crash."""
+    failed: dict[str, tuple[Count, Count]] = {}
+    """Heads that failed and are to be tried again, by partition id: sequence, and attempts made."""
     incarnation: Count = 0
     """The holding of the worker id under which it was written; 0 for a worker on its own."""
     needs: Count = 0
@@ -121,6 +123,7 @@ def summarise(
     behind: Mapping[str, int],
     needs: int = 0,
     trying: Mapping[str, int] | None = None,
+    failed: Mapping[str, tuple[int, int]] | None = None,
     writer: str = "",
 ) -> Progress:
     """Fold the positions of lanes (partition id, position) and of those behind into a record."""
@@ -133,5 +136,6 @@ def summarise(
         behind=dict(behind),
         needs=needs if needs < floor else 0,
         trying=dict(trying or {}),
+        failed=dict(failed or {}),
         writer=writer,
     )

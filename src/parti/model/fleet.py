@@ -262,6 +262,10 @@ class Claim(
     """A message in whose handler processes have died; 0 for none."""
     deaths: Count = 0
     """How many are known to have died in it."""
+    failed: Count = 0
+    """A message that failed at an earlier owner and is to be tried again; 0 for none."""
+    attempts: Count = 0
+    """How many attempts of it were made."""
     term: Count
     reason: str = ""
     """Why it was given to its owner, in a few words."""
@@ -316,6 +320,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     careful_to: Count = 0
     suspect: Count = 0
     deaths: Count = 0
+    failed: Count = 0
+    attempts: Count = 0
 
 
 class Assignment(

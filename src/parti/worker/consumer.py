@@ -233,6 +233,7 @@ class WorkerConsumer:
             behind=lanes.roster.behind(),
             needs=lanes.floors.resume_at,
             trying=lanes.trying,
+            failed=lanes.roster.still_failed(),
             writer=writer,
         )
 

@@ -78,8 +78,16 @@ class Failures:
             )
             self._lanes.try_again(lane, message, decision)
 
+    def gives_up(self, message: Message, error: BaseException) -> bool:
+        """Whether the message is not to be tried again after this failure."""
+        return isinstance(after_failure(self._policy, message.attempt, error), GiveUp)
+
+    def pause_s(self, attempts: int) -> float:
+        """The wait after so many failed attempts."""
+        return self._policy.delay_s(attempts)
+
     def failed_after_release(self, message: Message, error: BaseException) -> None:
-        """The handler of a message raised that is somebody else's by now: only say so."""
+        """The handler of a message raised whose partition was released: the next owner tries it again."""
         _log.warning(
             "handler failed after its partition was released",
             error=describe(error),

@@ -234,11 +234,18 @@ class Lanes:
         if lane.effort:
             lane.effort.seconds += elapsed_s
         message = message or lane.waiting[0]
-        if lane.phase is Phase.CLOSED:
-            self.failures.failed_after_release(message, error)
-            self.abandon(lane)
-        else:
+        if lane.phase is not Phase.CLOSED:
             self.failures.failed(lane, message, error)
+            return
+        leaves = self.roster.is_leaving(lane)
+        if leaves and self.permitted and self.failures.gives_up(message, error):
+            # The partition is handed over when its running handler has ended, dead letter included.
+            self.failures.failed(lane, message, error)
+            return
+        if leaves:
+            self.roster.note_failed(lane.ownership.partition.id, message.seq, message.attempt)
+        self.failures.failed_after_release(message, error)
+        self.abandon(lane)
 
     def recover(self, lane: Lane, error: BaseException, *, more: bool = False) -> None:
         """Something of ours broke while an outcome was settled: say so, and let the lane go on after a moment.
@@ -303,6 +310,7 @@ class Lanes:
     def try_again(self, lane: Lane, message: Message, decision: TryAgain) -> None:
         """Have the message handled again after a delay; its lane waits."""
         lane.phase = Phase.BACKOFF
+        self.roster.note_failed(lane.ownership.partition.id, message.seq, message.attempt)
         message.attempt += 1
         self._loop.call_later(decision.delay_s, self._backoff_over, lane)
 
@@ -334,10 +342,33 @@ class Lanes:
         """Let a lane that was held go on, unless something else holds it."""
         if lane.phase is not Phase.HELD or lane.incoming or lane.pausing:
             return
+        if lane.retry and not self._counts_on(lane):
+            return
         if lane.careful_to:
             self.on_held(lane)
         else:
             self.let_through(lane)
+
+    def _counts_on(self, lane: Lane) -> bool:
+        """Give the head the attempts that earlier owners made, and its pause; whether the lane may go on now."""
+        assert lane.retry
+        if not lane.waiting:
+            if lane.parked:
+                self.on_starved(lane)
+            return False
+        (seq, attempts), lane.retry = lane.retry, None
+        head = lane.waiting[0]
+        if head.seq != seq or head.attempt > attempts:
+            return True
+        head.attempt = attempts + 1
+        lane.phase, lane.started_s = Phase.BACKOFF, time.perf_counter()
+        self._loop.call_later(self.failures.pause_s(attempts), self._pause_over, lane)
+        return False
+
+    def _pause_over(self, lane: Lane) -> None:
+        if lane.phase is Phase.BACKOFF:
+            lane.phase = Phase.HELD
+            self.wake(lane)
 
     def let_through(self, lane: Lane) -> None:
         """Nothing holds the lane any more."""

@@ -60,7 +60,8 @@ class Pauses:
             yield lane.position if lane.phase is Phase.HELD else None
         finally:
             lane.pausing = False
-            if not lane.waiting and lane.phase is Phase.HELD and not lane.careful_to and not lane.incoming:
+            held = lane.careful_to or lane.incoming or lane.retry
+            if not lane.waiting and lane.phase is Phase.HELD and not held:
                 self._lanes.let_through(lane)
             else:
                 self._lanes.wake(lane)

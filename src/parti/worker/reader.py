@@ -242,6 +242,8 @@ class Reader:
             progress,
             each_subject=self._each_subject,
         )
+        if settings.ordered:
+            self._lanes.roster.failed.update(progress.failed)
         if granted:
             self._take(consumer, granted)
         self._consumer = consumer
@@ -355,8 +357,12 @@ class Reader:
             self._caution.take(granted.grants)
         positions = {p: g.position for p, g in granted.grants.items()}
         consumer.grant(granted)
-        if not self._stateful and granted.stream_created == consumer.stream_created:
-            self._lanes.skip_to(positions)
+        if granted.stream_created == consumer.stream_created:
+            for partition, grant in granted.grants.items():
+                if grant.failed and self.settings.ordered:
+                    self._lanes.roster.note_failed(partition, grant.failed, grant.attempts)
+            if not self._stateful:
+                self._lanes.skip_to(positions)
 
     def _stream_created(self) -> str:
         return self._consumer.stream_created if self._consumer else self._ports.stream.created

@@ -80,6 +80,8 @@ class Roster:
         """Fence tokens by partition id."""
         self.careful: Mapping[str, int] = {}
         """Partitions whose last owner died, and the sequence up to which each message is noted before its start."""
+        self.failed: dict[str, tuple[int, int]] = {}
+        """Heads that failed, here or at an earlier owner, by partition id: sequence, and attempts made."""
         self.measures = measures
         self._queues = queues
         self._floors = floors
@@ -146,6 +148,15 @@ class Roster:
         """Whatever is known of a released partition counts no more: somebody knows better."""
         self.released.pop(partition_id, None)
 
+    def note_failed(self, partition_id: str, seq: int, attempts: int) -> None:
+        """A message has failed so often; whoever tries it again, here or elsewhere, counts on."""
+        self.failed[partition_id] = max((seq, attempts), self.failed.get(partition_id, (0, 0)))
+
+    def still_failed(self) -> dict[str, tuple[int, int]]:
+        """Heads that failed and are not finished, as far as is known here."""
+        self.failed = {p: known for p, known in self.failed.items() if known[0] >= self.known_position(p)}
+        return self.failed
+
     # ── coming ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def own(self, partitions: dict[str, Partition], position_of: Callable[[str, str], int]) -> None:
@@ -173,7 +184,7 @@ class Roster:
                 self._queues.refence(lane, self._ownership(lane.ownership.partition))
                 position = position_of(lane.ownership.partition.id, subject)
                 self._queues.skip_to({lane.ownership.partition.id: position})
-                self._be_careful(lane)
+                self._hold_back(lane)
                 self._queues.wake(lane)
 
     def expect(self, incoming: Mapping[str, Partition]) -> None:
@@ -221,16 +232,20 @@ class Roster:
             if lane.incoming:
                 lane.phase = Phase.HELD
             else:
-                self._be_careful(lane)
+                self._hold_back(lane)
         else:
             lane.phase = Phase.RUNNING
             self._queues.refence(lane, self._ownership(partition))
         self.lanes[partition.id] = lane
         return lane
 
-    def _be_careful(self, lane: Lane) -> None:
-        lane.careful_to = self.careful.get(lane.ownership.partition.id, 0)
-        if lane.careful_to:
+    def _hold_back(self, lane: Lane) -> None:
+        """Hold a new lane if its head must not simply be started as a first attempt."""
+        partition_id = lane.ownership.partition.id
+        lane.careful_to = self.careful.get(partition_id, 0)
+        failed = self.failed.get(partition_id)
+        lane.retry = failed if failed and failed[0] >= lane.position else None
+        if lane.careful_to or lane.retry:
             lane.phase = Phase.HELD
 
     def _ownership(self, partition: Partition) -> Ownership:
@@ -319,6 +334,10 @@ class Roster:
             self._queues.abandon(lane)
         self.released[partition_id] = self._queues.closed(lane)
 
+    def is_leaving(self, lane: Lane) -> bool:
+        """Whether a lane was released and its handler has not ended; the next owner waits for it."""
+        return self.leaving.get(lane.ownership.partition.id) is lane
+
     def left(self, lane: Lane) -> bool:
         """The handler of a closed lane has ended; whether it was one that somebody may wait for."""
         partition_id = lane.ownership.partition.id
@@ -330,7 +349,7 @@ class Roster:
 
     def start_over(self) -> None:
         """The stream was made anew: forget all lanes and positions, but not what is owned."""
-        for known in (self.lanes, self.leaving, self.released, self.by_subject):
+        for known in (self.lanes, self.leaving, self.released, self.by_subject, self.failed):
             known.clear()
         self._evicted_below = 0
 
