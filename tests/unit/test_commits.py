@@ -83,7 +83,17 @@ def test_a_meta_file_reads_back_as_it_was_written() -> None:
     assert (read.schema, read.meta) == (commit.schema, commit.meta)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "first": "x"}'])
+DAMAGED = [
+    "",
+    "[]",
+    '{"format": 1}',
+    '{"format": 1, "first": "x"}',
+    "[" * 5000 + "]" * 5000,
+    '{"format": 1, "first": 1e999}',
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_meta_file_says_where_it_is(text: str) -> None:
     with pytest.raises(ConfigError, match=r"lake/bronze/x/_meta\.json cannot be read"):
         decode(text, "lake/bronze/x/_meta.json")

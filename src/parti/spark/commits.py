@@ -163,7 +163,7 @@ def decode(text: str, place: str) -> Commit:
             merged=tuple((int(a), int(b), int(n)) for a, b, n in found.get("merged", ())),
             meta={key: value for key, value in found.items() if key not in _OWN},
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ConfigError(f"{place} cannot be read; restore it or move the commit's directory away") from None
 
 
