@@ -35,6 +35,9 @@ Look = Mapping[tuple[StallKind, str], Hashable]
 progress. What is not due is not in it."""
 
 
+_GIL_FACTOR = 6.0
+
+
 @dataclass(frozen=True, slots=True)
 class Stall:
     """Something that is due has stood still since a moment of the watchdog's clock."""
@@ -77,10 +80,12 @@ def grace_s(stall_after_s: float, lease_ttl_s: float) -> float:
 def gil_timeout_s(stall_after_s: float, lease_ttl_s: float) -> float:
     """After how long without the GIL a process is ended.
 
-    As long as the watchdog takes with a blocked event loop: it tells, leaves, and ends the process a lease later.
-    Where threads run, it is therefore always the watchdog that ends the process, with its own exit code.
+    Never sooner than the watchdog ends one whose event loop is blocked (it reports, gives up the lease, and ends the
+    process one lease later), so where threads run the exit code is the watchdog's. The factor leaves time to a
+    process that is only stopped: the lease is gone either way, and other workers have the partitions.
     """
-    return stall_after_s + grace_s(stall_after_s, lease_ttl_s) + lease_ttl_s
+    watchdog_s = stall_after_s + grace_s(stall_after_s, lease_ttl_s) + lease_ttl_s
+    return max(watchdog_s, _GIL_FACTOR * stall_after_s)
 
 
 class Step(enum.Enum):
