@@ -146,11 +146,20 @@ class Pair:
         process = next(process for process in self.processes if process.pid == pid)
         return await asyncio.to_thread(process.wait, 40)
 
-    def fault(self) -> Line | None:
-        return next((line for line in self.journal if line.what == "fault"), None)
-
     async def publish(self, data: bytes = b"x", partitions: list[str] = PARTITIONS) -> None:
         await asyncio.gather(*(self.api.publish(f"work.{p}", data) for p in partitions))
+
+    async def plant_fault(self) -> Line:
+        """Have one of the workers handle the message that breaks it; the line that it writes just before."""
+        await self.publish(b"fault", ["p0"])
+        found: list[Line] = []
+
+        def is_planted() -> bool:
+            found.extend(line for line in self.journal if line.what == "fault")
+            return bool(found)
+
+        await eventually(is_planted)
+        return found[0]
 
     async def keep_publishing(self) -> None:
         while True:
@@ -171,6 +180,13 @@ class Pair:
 
     def noticed(self, pid: int) -> dict[str, Any] | None:
         return next((line for line in self.log_of(pid) if line["event"] == "this worker stands still"), None)
+
+    async def notices(self, pid: int) -> dict[str, Any]:
+        """The worker's log says that it stands still; the line of the log."""
+        await eventually(lambda: self.noticed(pid) is not None)
+        noticed = self.noticed(pid)
+        assert noticed
+        return noticed
 
     def noticed_at_s(self, pid: int) -> float:
         noticed = self.noticed(pid)
@@ -196,12 +212,17 @@ class Pair:
         code, told = await self.status()
         return code == 1 and any(words in problem for problem in told["problems"])
 
+    async def others_own_everything_at_s(self, pid: int, since_s: float) -> float:
+        """Wait until other processes have handled every partition since that moment; when the last one was."""
+        await eventually(lambda: self.owned_by_others_at_s(pid, since_s) is not None)
+        owned_at_s = self.owned_by_others_at_s(pid, since_s)
+        assert owned_at_s
+        return owned_at_s
+
     async def is_taken_over(self, pid: int, since_s: float, watch: Watch) -> None:
         """The other process has all partitions in time, and this one ends with a code of its own."""
-        await eventually(lambda: self.owned_by_others_at_s(pid, since_s) is not None)
-        at_s = self.owned_by_others_at_s(pid, since_s)
-        assert at_s
-        watch.within(at_s - self.noticed_at_s(pid), TAKEN_OVER_S)
+        owned_at_s = await self.others_own_everything_at_s(pid, since_s)
+        watch.within(owned_at_s - self.noticed_at_s(pid), TAKEN_OVER_S)
         assert await self.exit_code_of(pid) == 70
 
     async def handles_everything(self) -> None:
@@ -254,14 +275,9 @@ class Watch:
 async def test_a_blocked_event_loop_is_noticed_told_and_taken_over(tmp_path: Path, loop: str) -> None:
     async with pair_of_workers(tmp_path, BLOCK, loop=loop) as pair:
         watch = Watch()
-        await pair.publish(b"fault", ["p0"])
-        await eventually(lambda: pair.fault() is not None)
-        fault = pair.fault()
-        assert fault
-        await eventually(lambda: pair.noticed(fault.pid) is not None)
+        fault = await pair.plant_fault()
+        told = await pair.notices(fault.pid)
         watch.within(pair.noticed_at_s(fault.pid) - fault.at_s, NOTICED_S)
-        told = pair.noticed(fault.pid)
-        assert told
         assert told["kind"] == "loop"
         assert "faulty.py" in told["reason"]
         assert "parti_stalled" in (metrics := pair.metrics_of(fault.pid))
@@ -284,18 +300,12 @@ async def test_a_worker_whose_handler_holds_the_gil_ends_with_its_stack_and_is_t
     """No thread of Python runs in it any more, the watchdog included."""
     async with pair_of_workers(tmp_path, fault_code, loop="auto") as pair:
         watch = Watch()
-        await pair.publish(b"fault", ["p0"])
-        await eventually(lambda: pair.fault() is not None)
-        fault = pair.fault()
-        assert fault
+        fault = await pair.plant_fault()
         assert await pair.exit_code_of(fault.pid) == 1
         watch.within(time.time() - fault.at_s, GIL_HELD_S + 1.0)
         assert "Timeout (0:00:18" in (stderr := pair.stderr_of(fault.pid))
         assert "faulty.py" in stderr
-        await eventually(lambda: pair.owned_by_others_at_s(fault.pid, fault.at_s) is not None)
-        owned_at_s = pair.owned_by_others_at_s(fault.pid, fault.at_s)
-        assert owned_at_s
-        watch.within(owned_at_s - fault.at_s, TAKEN_OVER_S)
+        watch.within(await pair.others_own_everything_at_s(fault.pid, fault.at_s) - fault.at_s, TAKEN_OVER_S)
         await pair.handles_everything()
 
 
@@ -327,12 +337,9 @@ async def test_dead_runners_are_noticed_told_and_taken_over(tmp_path: Path) -> N
     """The fault that was seen in the field: who should start handlers is dead, and nobody looks for another."""
     async with pair_of_workers(tmp_path, DEAD_RUNNERS, loop="auto") as pair:
         watch = Watch()
-        await pair.publish(b"fault", ["p0"])
-        await eventually(lambda: pair.fault() is not None)
-        fault = pair.fault()
-        assert fault
+        fault = await pair.plant_fault()
         # One that runs goes on until it has nothing to do; then nobody can take its place.
-        await eventually(lambda: pair.noticed(fault.pid) is not None)
+        await pair.notices(fault.pid)
         silent_s = max(line.at_s for line in pair.journal if line.pid == fault.pid)
         watch.within(pair.noticed_at_s(fault.pid) - silent_s, NOTICED_S)
         await eventually(lambda: pair.status_tells("wait and may be started"), 10)
@@ -350,17 +357,12 @@ async def test_dead_pull_tasks_are_noticed_told_and_replaced_or_taken_over(tmp_p
     # A lease that outlasts the restart: a worker that loses it begins with new pulls anyway.
     async with pair_of_workers(tmp_path, fault_code, loop="auto", lease_s=20.0) as pair:
         watch = Watch()
-        await pair.publish(b"fault", ["p0"])
-        await eventually(lambda: pair.fault() is not None)
-        fault = pair.fault()
-        assert fault
+        fault = await pair.plant_fault()
         await pair.server.kill()
         await pair.server.restart()
         restarted_s = time.time()
-        await eventually(lambda: pair.noticed(fault.pid) is not None)
+        told = await pair.notices(fault.pid)
         watch.within(pair.noticed_at_s(fault.pid) - restarted_s, NOTICED_S + 1.0)  # the connection comes back first
-        told = pair.noticed(fault.pid)
-        assert told
         assert told["kind"] == "pulls"
         assert 'parti_stalls_total{kind="pulls"' in pair.metrics_of(fault.pid)
         await eventually(lambda: pair.status_tells("neither answered nor refused"), 10)
@@ -381,15 +383,10 @@ async def test_pulls_without_an_answer_are_noticed_told_and_taken_over(tmp_path:
     faulty = pair_of_workers(tmp_path, UNANSWERED_PULLS, loop="auto", lease_s=20.0, heartbeat_s=heartbeat_s)
     async with faulty as pair:
         watch = Watch()
-        await pair.publish(b"fault", ["p0"])
-        await eventually(lambda: pair.fault() is not None)
-        fault = pair.fault()
-        assert fault
-        await eventually(lambda: pair.noticed(fault.pid) is not None)
+        fault = await pair.plant_fault()
+        told = await pair.notices(fault.pid)
         silent_s = max(line.at_s for line in pair.journal if line.pid == fault.pid)
         watch.within(pair.noticed_at_s(fault.pid) - silent_s, NOTICED_S + 1.0)  # a pull that stands is served first
-        told = pair.noticed(fault.pid)
-        assert told
         assert told["kind"] == "pulls"
         await eventually(lambda: pair.status_tells("neither answered nor refused"), 10)
         await pair.is_taken_over(fault.pid, silent_s, watch)
@@ -399,10 +396,7 @@ async def test_pulls_without_an_answer_are_noticed_told_and_taken_over(tmp_path:
 @pytest.mark.parametrize("loop", ["auto", "asyncio"])
 async def test_a_handler_that_cancels_the_tasks_of_parti_stops_nothing(tmp_path: Path, loop: str) -> None:
     async with pair_of_workers(tmp_path, CANCEL_OURS, loop=loop) as pair:
-        await pair.publish(b"fault", ["p0"])
-        await eventually(lambda: pair.fault() is not None)
-        fault = pair.fault()
-        assert fault
+        fault = await pair.plant_fault()
         await eventually(
             lambda: pair.cancelled(fault.pid) >= {"progress", "keep-alive", "pull-supervisor", "manager"}
         )
@@ -415,10 +409,7 @@ async def test_a_handler_that_cancels_the_tasks_of_parti_stops_nothing(tmp_path:
 
 async def test_a_worker_whose_handler_cancels_all_tasks_leaves_to_others(tmp_path: Path) -> None:
     async with pair_of_workers(tmp_path, CANCEL_ALL, loop="auto") as pair:
-        await pair.publish(b"fault", ["p0"])
-        await eventually(lambda: pair.fault() is not None)
-        fault = pair.fault()
-        assert fault
+        fault = await pair.plant_fault()
         await eventually(lambda: pair.owned_by_others_at_s(fault.pid, time.time() - 1) is not None)
         await pair.handles_everything()
         assert await pair.exit_code_of(fault.pid) == 1
