@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from parti.core.dead_letter import Letter, reason_of
+import pytest
+
+from parti.core.dead_letter import ORIGINALS, Letter, dead_letter_subject, is_original, reason_of
 from parti.core.quantiles import quantile
 from parti.model.letter_mark import mark_subject, replay_id
 from parti.model.mapping import SubjectMapping
+from parti.model.message import Ownership, StoredMessage
+from parti.model.partition import Partition
 
 
 def letter(**headers: str) -> Letter:
@@ -31,6 +35,15 @@ def test_reasons_are_what_errors_have_in_common() -> None:
     assert [reason_of(text) for text in ("ValueError: 1", "ValueError: 2", "", "broken")] == [
         *("ValueError", "ValueError", "unknown", "broken"),
     ]
+
+
+@pytest.mark.parametrize("subject", [f"orders.{ORIGINALS}.9", f"{ORIGINALS}.9", f"orders.{ORIGINALS}.9.x"])
+def test_no_subject_makes_its_dead_letter_look_like_an_original(subject: str) -> None:
+    ownership = Ownership(Partition(subject, subject, {}), "S", "w")
+    written = dead_letter_subject("dlq", StoredMessage(subject, b"", 7, ownership))
+    assert not is_original(written)
+    assert ORIGINALS not in written.split(".")
+    assert written.startswith("dlq.S.orders." if subject.startswith("orders") else "dlq.S.sha256-")
 
 
 def test_a_letter_has_the_same_id_however_often_it_is_sent() -> None:

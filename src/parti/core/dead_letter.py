@@ -80,7 +80,8 @@ class WrittenLetter:
 def dead_letter_subject(root: str, message: Message) -> str:
     """Where a message goes as a dead letter; `root` is what all dead letters are published under.
 
-    A subject that cannot be published under, or is too long for the server's control line, ends in a hash of itself.
+    A subject that cannot be published under, is too long for the server's control line, or has the token that
+    originals lie under, ends in a hash of itself.
     """
     start, subject = f"{root}.{message.stream}", message.subject
     tokens = subject.split(".")
@@ -96,7 +97,8 @@ def dead_letter_subject(root: str, message: Message) -> str:
 
 
 def _is_token(token: str) -> bool:
-    return bool(token) and token not in {"*", ">"} and token.isprintable() and " " not in token and "\\" not in token
+    # A publisher's subject with the token of the originals would make the letter look like one of these.
+    return bool(token) and token not in {"*", ">", ORIGINALS} and token.isprintable() and " " not in token and "\\" not in token
 
 
 def write_letter(

@@ -273,6 +273,17 @@ async def test_a_letter_is_sent_with_no_original_but_its_own(
     assert "its payload was left beside it in the dead-letter stream and is gone there" in text
 
 
+async def test_no_subject_hides_the_dead_letter_of_its_message(kit: Kit, operator: Operator, letters: str) -> None:
+    subject = f"{kit.root}.{ORIGINALS}.9"
+    await kit.api.publish(subject, b"{}")
+    async with kit.app(refuse, subject=f"{kit.root}.{{word}}.{{number}}").running() as worker:
+        await eventually(lambda: worker.metrics.dead_letters.value == 1, 10)
+    (letter,) = (await operator.ask("dlq", "ls", "--nats", kit.url))["letters"]
+    assert letter["subject"] == subject
+    code, _ = await operator.type("dlq", "show", "1", "--nats", kit.url)
+    assert code == 0
+
+
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])
 async def test_a_header_that_is_repeated_is_not_lost_without_a_word(
     kit: Kit, operator: Operator, letters: str, retention: str
