@@ -10,13 +10,16 @@ import pytest
 from structlog.testing import capture_logs
 from tests.integration.conftest import Kit
 
+from parti.config import Settings
 from parti.coordination.sources import Discovered, FromKey, Mapped, PartitionSource, SourceContext, SourceReader
+from parti.core.progress import encode_progress, summarise
 from parti.errors import ConfigError, NotFound, SourceFailed
 from parti.jetstream.api import JetStreamApi, Requester
 from parti.jetstream.kv import Bucket
 from parti.jetstream.streams import ensure_mapped_stream
 from parti.model.mapping import SubjectMapping
 from parti.model.partition import Template
+from parti.model.records import MOST
 
 
 class CountingApi(JetStreamApi):
@@ -148,6 +151,35 @@ async def test_subjects_that_cannot_be_partitions_are_ignored_and_named_once(kit
         await kit.publish(["c"])
         assert await found.ids() == ["a", "b", "c"]
     assert [line["count"] for line in logs if line["log_level"] == "warning"] == [2]
+
+
+@pytest.mark.parametrize("character", ["x", "\u00fc", "\u5de5", '"', "\x01"])
+async def test_progress_with_the_longest_subjects_that_are_found_fits_into_one_message(
+    kit: Kit, character: str
+) -> None:
+    found = Found(kit, Discovered(), template=f"{kit.root}.{{name}}")
+    names = [character * number for number in range(50, 1_000, 25) if number * len(character.encode()) < 1_900]
+    with capture_logs() as logs:
+        await kit.publish(names)
+        *_, longest = sorted(await found.reader.read(), key=lambda partition: len(partition.id))
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
+        "subjects that cannot be partitions are ignored"
+    ]
+    # As many as a worker takes by default, all of them ahead, failed and about to be tried at once.
+    ids = [f"{number:03}{longest.id[3:]}" for number in range(Settings().max_subjects)]
+    positions = dict.fromkeys(ids, MOST)
+    record = summarise(
+        stream=kit.stream,
+        stream_created="2026-11-16T07:25:40.906732825Z",
+        floor=1,
+        covered=[f"{kit.root}.{each}" for each in ids],
+        positions=positions.items(),
+        behind={},
+        trying=positions,
+        failed=dict.fromkeys(ids, (MOST, 1_000)),
+        writer="w" * 32,
+    )
+    assert len(encode_progress(record)) < kit.connection.max_payload
 
 
 async def test_a_template_without_keys_is_one_partition_with_or_without_messages(kit: Kit) -> None:

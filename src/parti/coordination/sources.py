@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
 import structlog
 
 from parti.errors import ConfigError, OverlappingSubjects, PartiError, SourceFailed, SubjectMismatch
 from parti.jetstream.api import JetStreamApi, StreamInfo
 from parti.jetstream.kv import Bucket
 from parti.jetstream.streams import check_mapping, list_subjects
-from parti.model.fleet import key_of
 from parti.model.mapping import SubjectMapping
 from parti.model.partition import Partition, PartitionLike, Template
 from parti.model.subjects import first_overlap, has_wildcard
@@ -29,8 +29,10 @@ _log = structlog.get_logger("parti.sources")
 
 _LOGGED = 10
 """Most partitions named in one log line."""
-_LONGEST_KEY = 2_000
-"""Bytes of the key of a record: its subject has to fit into one line of the protocol, of 4,096 bytes by default."""
+_LONGEST_SUBJECT = 500
+"""Bytes of a subject as it stands in a record. The progress of a worker has each of its subjects, and each id up to
+three times: with the 500 of `max_subjects` it fits into one message of 1 MiB, the servers' default. A key of a record
+has up to three times these bytes, and fits into a line of the protocol, of 4,096."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,8 @@ def _partition_of(subject: str, template: Template) -> Partition | None:
         partition = template.parse(subject)
     except SubjectMismatch:
         return None
-    return partition if len(key_of("claims", partition.id)) <= _LONGEST_KEY else None
+    # A control character is six bytes in a record.
+    return partition if len(msgspec.json.encode(subject)) - len('""') <= _LONGEST_SUBJECT else None
 
 
 class FromKey:

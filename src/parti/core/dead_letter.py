@@ -98,7 +98,13 @@ def dead_letter_subject(root: str, message: Message) -> str:
 
 def _is_token(token: str) -> bool:
     # A publisher's subject with the token of the originals would make the letter look like one of these.
-    return bool(token) and token not in {"*", ">", ORIGINALS} and token.isprintable() and " " not in token and "\\" not in token
+    return (
+        bool(token)
+        and token not in {"*", ">", ORIGINALS}
+        and token.isprintable()
+        and " " not in token
+        and "\\" not in token
+    )
 
 
 def write_letter(
