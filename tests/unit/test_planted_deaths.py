@@ -17,6 +17,7 @@ from tests.unit.lanes_bench import TEMPLATE, Bench, nothing
 
 from parti.config import Settings
 from parti.core.progress import Progress
+from parti.errors import ConfigError
 from parti.jetstream.acks import AckWriter
 from parti.jetstream.backlog import Page
 from parti.jetstream.direct import Stored
@@ -324,3 +325,15 @@ async def test_positions_that_fail_to_be_stored_are_told_of_and_stored_the_next_
     assert "surrogates" in vitals.health.reasons["progress"]
     assert await keeper.save(summarise)
     assert vitals.health.healthy
+
+
+async def test_positions_that_can_never_be_stored_are_in_the_log_once_in_a_while(vitals: Vitals) -> None:
+    store: Any = Records()
+    store.put = Planted(ConfigError("message of 2000000 bytes is larger than max_payload"), store.put, times=50)
+    keeper = ProgressKeeper(store, "w0", vitals.metrics, vitals.health)
+    with capture_logs() as logs:
+        for _ in range(50):
+            assert not await keeper.save(lambda writer: Progress(stream="DC", stream_created="t0", writer=writer))
+    assert [line["event"] for line in logs] == ["progress not stored"]
+    assert vitals.metrics.progress_failures.value == 50
+    assert "2000000" in vitals.health.reasons["progress"]

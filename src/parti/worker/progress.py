@@ -16,6 +16,7 @@ from parti.errors import DecodeError, PartiError, WrongRevision
 from parti.jetstream.api import StreamInfo
 from parti.jetstream.kv import Entry
 from parti.telemetry.health import Health
+from parti.telemetry.log_rate import LogRate
 from parti.telemetry.metrics import Metrics
 
 _log = structlog.get_logger("parti.progress")
@@ -59,6 +60,7 @@ class ProgressKeeper:
         self._lock = asyncio.Lock()
         self._written: Progress | None = None
         self._written_s = 0.0
+        self._rate = LogRate()
 
     async def continues(self, store: ProgressStore, incarnation: int) -> bool:
         """Go on under another lease; False when somebody else has written the record since."""
@@ -124,9 +126,7 @@ class ProgressKeeper:
                 return await self._save(summarise, again=True)
             return False
         except Exception as error:  # whatever it is, others wait for these positions: it is tried again
-            if not isinstance(error, PartiError):
-                _log.exception("positions cannot be stored because of an error that nobody has foreseen")
-            self._failed(f"positions cannot be stored: {error if isinstance(error, PartiError) else repr(error)}")
+            self._failed(f"positions cannot be stored: {_told(error)}", error)
             return False
         self._written, self._written_s = progress, time.monotonic()
         self._metrics.progress_writes.inc()
@@ -143,7 +143,7 @@ class ProgressKeeper:
             self._metrics.refusals.note(self._key, self._revision, error, "it is written again")
             return True
         except PartiError as error:
-            self._failed(f"positions cannot be stored: {error}")
+            self._failed(f"positions cannot be stored: {error}", error)
             return False
         if foreign:
             self._failed(
@@ -151,7 +151,21 @@ class ProgressKeeper:
             )
         return not foreign
 
-    def _failed(self, reason: str) -> None:
+    def _failed(self, reason: str, error: Exception | None = None) -> None:
         self._metrics.progress_failures.inc()
         self._health.raise_signal(_SIGNAL, reason)
-        _log.warning("progress not stored", reason=reason)
+        # It is tried again at every turn, twice a second, and may fail for ever.
+        left_out = self._rate.passes(type(error).__name__)
+        if left_out is not None:
+            unforeseen = None if isinstance(error, PartiError) else error
+            tell = _log.error if unforeseen else _log.warning
+            tell(
+                "progress not stored",
+                reason=reason,
+                exc_info=unforeseen,
+                **({"left_out": left_out} if left_out else {}),
+            )
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, PartiError) else repr(error)
