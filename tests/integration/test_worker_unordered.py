@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from tests.integration.conftest import Kit, Record, eventually, merge
 from tests.integration.handling import Gate, headers_of
 
@@ -53,3 +55,32 @@ async def test_unordered_skips_what_is_delivered_again_below_its_position(kit: K
         await eventually(lambda: set(later["a"]) <= set(record.of("a")))
         await eventually(kit.all_acked)
     record.is_exactly(merge(sent, later))
+
+
+async def test_a_handler_of_a_deleted_stream_does_not_finish_the_new_message_of_its_number(
+    kit: Kit, record: Record
+) -> None:
+    old, new = asyncio.Event(), asyncio.Event()
+
+    async def handle(message: parti.Message) -> None:
+        record.note(message)
+        if len(record.calls) == 1:
+            await old.wait()
+        elif len(record.calls) == 2:
+            await new.wait()
+            raise ValueError("not this time")
+
+    app = kit.app(handle, ["a"], ordered=False, pull_heartbeat_s=0.2, backoff_s=(0.1,))
+    async with app.running() as worker:
+        await kit.publish(["a"])
+        await record.reaches(1)
+        await kit.delete_stream()
+        await kit.create_stream()
+        await kit.publish(["a"])
+        await record.reaches(2)
+        old.set()
+        await eventually(lambda: worker.finished == 1)
+        new.set()
+        await record.reaches(3)
+        await eventually(kit.all_acked)
+    assert [(call.seq, call.attempt) for call in record.calls] == [(1, 1), (1, 1), (1, 2)]

@@ -139,3 +139,60 @@ async def test_unordered_keep_alive_speaks_of_what_is_in_hand(unordered: Bench) 
     assert unordered.acks.alive == []
     unordered.lanes.keep_alive(-1.0)
     assert unordered.acks.alive == [1]
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+async def test_a_handler_of_a_deleted_stream_says_nothing_about_the_new_message_of_its_number(
+    unordered: Bench, succeeds: bool
+) -> None:
+    door = asyncio.Event()
+
+    async def handler(message: Message) -> None:
+        if unordered.started() == [1]:
+            await door.wait()
+            if not succeeds:
+                raise ValueError("too late")
+
+    unordered.own("a")
+    unordered.run_async(handler)
+    unordered.send("a", 1)
+    await unordered.until(lambda: unordered.started() == [1])
+    unordered.lanes.start_over()
+    door.set()
+    await unordered.until(lambda: unordered.ends == [1])
+    unordered.send("a", 1, 2)
+    await unordered.acked(1, 2)
+    assert unordered.started() == [1, 1, 2]
+    assert (unordered.lanes.held, unordered.lanes.floors.floor) == (0, 3)
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+async def test_a_handler_of_a_deleted_stream_ends_while_the_new_message_of_its_number_runs(
+    unordered: Bench, succeeds: bool
+) -> None:
+    """The new one fails after that: it is given back, and handled when it is delivered again."""
+    doors = [asyncio.Event(), asyncio.Event()]
+
+    async def handler(message: Message) -> None:
+        call = len(unordered.starts)
+        if call <= 2:
+            await doors[call - 1].wait()
+        if call == 2 or (call == 1 and not succeeds):
+            raise ValueError("not this time")
+
+    unordered.own("a")
+    unordered.run_async(handler)
+    unordered.send("a", 1)
+    await unordered.until(lambda: unordered.started() == [1])
+    unordered.lanes.start_over()
+    unordered.send("a", 1)
+    await unordered.until(lambda: unordered.started() == [1, 1])
+    doors[0].set()
+    await unordered.until(lambda: unordered.ends == [1])
+    assert (unordered.lanes.queued(), unordered.acks.acked) == ({"a": 1}, [])
+    doors[1].set()
+    await unordered.until(lambda: unordered.acks.given_back)
+    unordered.send("a", 1, deliveries=2)
+    await unordered.acked(1)
+    assert [(seq, attempt) for _, seq, attempt in unordered.starts] == [(1, 1), (1, 1), (1, 2)]
+    assert (unordered.lanes.held, unordered.lanes.floors.floor) == (0, 2)

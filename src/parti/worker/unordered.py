@@ -109,11 +109,16 @@ class UnorderedLanes(Lanes):
         finished_s: float = 0.0,
     ) -> None:
         """The message is finished."""
-        seq = lane.waiting[0].seq
-        self._in_hand.pop(seq, None)
-        self._attempts.pop(seq, None)
-        self._scatter.finish(seq)
+        if self._has(lane):
+            seq = lane.waiting[0].seq
+            del self._in_hand[seq]
+            self._attempts.pop(seq, None)
+            self._scatter.finish(seq)
         super().settle(lane, more, message)
+
+    def _has(self, lane: Lane) -> bool:
+        """Whether its message is in hand; after the stream was recreated, its sequence may be that of another one."""
+        return bool(lane.waiting) and self._in_hand.get(lane.waiting[0].seq) is lane
 
     def closed(self, lane: Lane) -> int:
         """Drop what waits of a partition that is no longer ours; what runs finishes.
@@ -155,7 +160,7 @@ class UnorderedLanes(Lanes):
 
     def abandon(self, lane: Lane) -> None:
         """The handler of a released partition failed: its message is no longer ours, unless it came back."""
-        if not lane.waiting or lane.waiting[0].seq not in self._in_hand:
+        if not self._has(lane):
             return
         message = lane.waiting[0]
         if lane.ownership.partition.id in self.roster.lanes:
