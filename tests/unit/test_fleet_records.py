@@ -24,6 +24,7 @@ from parti.model.fleet import (
     StandbyRecord,
     decode,
     encode,
+    is_key,
     key_of,
     name_of,
 )
@@ -199,6 +200,7 @@ def test_the_key_of_a_name_and_back(name: str, key: str) -> None:
 def test_any_name_makes_a_key_and_comes_back(name: str) -> None:
     key = key_of("claims", name)
     assert name_of(key) == name
+    assert is_key(key)
     assert KEY.fullmatch(key)
     assert key.startswith("claims.")
 
@@ -206,3 +208,15 @@ def test_any_name_makes_a_key_and_comes_back(name: str) -> None:
 @given(st.text("a=*ü.3D", max_size=8), st.text("a=*ü.3D", max_size=8))
 def test_different_names_have_different_keys(one: str, other: str) -> None:
     assert (key_of("claims", one) == key_of("claims", other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "key", ["claims.p9/x", "claims.p=30", "assignment.worker=2D0", "ids.a=FF", "ids.\udcff", "ids.="]
+)
+def test_a_key_that_no_name_makes_is_told_from_the_others(key: str) -> None:
+    assert not is_key(key)
+
+
+@pytest.mark.parametrize("key", ["orders", "claims.p0.extra", "ids.worker-0", "ids.a=2Ab", "leader.rebalancer"])
+def test_a_key_that_a_name_makes_is_one(key: str) -> None:
+    assert is_key(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
@@ -191,6 +192,29 @@ def test_a_claim_that_nobody_was_told_of_is_in_doubt(claims: ClaimStore) -> None
     assert claims.unknown == {"p1"}
 
 
+@pytest.mark.parametrize("above", [2**41, 2**53 - 2])
+def test_a_fence_token_that_no_fleet_has_given_out_is_refused(claims: ClaimStore, above: int) -> None:
+    """After it there would be no larger one that can be read."""
+    claims.load({"claims.p1": Entry(encode(CLAIM), 1)})
+    claims.load({"claims.p1": Entry(encode(msgspec.structs.replace(CLAIM, fence_token=above)), 2)})
+    assert claims.recovered == {"p1": CLAIM}
+    told = msgspec.structs.replace(TOLD, partitions={"p2": Grant(above, 0)})
+    claims.load({"claims.p2": Entry(SPOILT, 3)}, {"a": told})
+    assert "p2" not in claims.recovered
+    assert claims.next_fence() < 2**40
+
+
+def test_a_claim_that_no_partition_can_have_is_left_alone(refusals: Refusals) -> None:
+    office = Office(Told(), LeaseTerms(5.0, 0.75), "rebalancer", "w", "t")
+    claims = ClaimStore(Told(), office, ttl_s=5.0, refusals=refusals, fits=lambda partition: "." not in partition)
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(2):
+            claims.load({"claims.p1": Entry(encode(CLAIM), 1), "claims.p1.extra": Entry(encode(CLAIM), 2)})
+    assert claims.claims == {"p1": CLAIM}
+    assert claims.recovered == {}
+    assert [line["key"] for line in lines] == ["claims.p1.extra"]
+
+
 # ── assignments ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -207,6 +231,14 @@ def test_an_unreadable_assignment_is_written_again_under_a_version_that_was_neve
     assert unaware.told == {}
 
 
+def test_a_version_that_no_fleet_has_reached_is_not_counted_on_from(refusals: Refusals) -> None:
+    assignments = Assignments(overlap=True, refusals=refusals)
+    assignments.load({"assignment.a": Entry(encode(msgspec.structs.replace(TOLD, version=2**53 - 1)), 1)})
+    said = HealthRecord(incarnation=7, applied=2**53 - 1, ready=3, at=AT)
+    assert assignments.next_version("a", said) < 2**40
+    assert assignments.told == {}
+
+
 # ── orders ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -216,7 +248,9 @@ def test_unreadable_orders_leave_the_last_ones_standing(refusals: Refusals, last
     orders.take(Entry(encode(last), 1))
     orders.take(Entry(SPOILT, 2))
     assert orders.now(["p1", "p2"], {}) == last
-    orders.take(Entry(b"", 3))
+    orders.take(Entry.of(b"", 3, {}))
+    assert orders.now(["p1", "p2"], {}) == last, "an empty body is no deletion"
+    orders.take(Entry.of(b"", 4, {"KV-Operation": "DEL"}))
     assert orders.now(["p1", "p2"], {}) == Orders()
 
 

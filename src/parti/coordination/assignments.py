@@ -21,6 +21,8 @@ from parti.model.fleet import (
 )
 from parti.telemetry.refusals import Refusals
 
+_HIGHEST = 2**47
+"""A version above it is nobody's: versions grow by one with each assignment."""
 _SKIPPED = 1000
 """Versions that are left out after one that nobody can read: the worker may know a newer one than it has reported."""
 
@@ -63,7 +65,7 @@ class Assignments:
         for key, entry in entries.items():
             known = self._known[name_of(key)] = _Known(entry.revision)
             try:
-                known.assignment = decode(entry.value, Assignment) if entry.value else None
+                known.assignment = _decoded(entry.value) if entry.value else None
             except DecodeError as error:
                 told = before.get(name_of(key))
                 known.floor, known.gap = (told.version, 0) if told else (0, _SKIPPED)
@@ -73,7 +75,8 @@ class Assignments:
     def next_version(self, worker: str, health: HealthRecord | None) -> int:
         """Above every version that the worker has been told, also if the record of it is gone."""
         known = self._known[worker]
-        applied = max(health.applied, health.ready) if health else 0
+        said = (health.applied, health.ready) if health else ()
+        applied = max([0, *(each for each in said if each <= _HIGHEST)])
         version = known.assignment.version if known.assignment else known.floor
         return max(version, applied) + known.gap + 1
 
@@ -121,6 +124,13 @@ class Assignments:
         """They have been written."""
         for (worker, assignment), revision in zip(assignments, revisions, strict=True):
             self._known[worker] = _Known(revision, assignment)
+
+
+def _decoded(value: bytes) -> Assignment:
+    assignment = decode(value, Assignment)
+    if assignment.version > _HIGHEST:
+        raise DecodeError(f"version {assignment.version} is higher than any fleet gets")
+    return assignment
 
 
 def _wanted(

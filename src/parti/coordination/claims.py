@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -16,6 +16,8 @@ from parti.model.fleet import Assignment, Claim, decode, encode, key_of, name_of
 from parti.telemetry.refusals import Refusals
 
 _REPAIRED_AT_ONCE = 800
+_HIGHEST_ABOVE_TERM = 2**40
+"""Fence tokens begin at the term and grow by one with each claim: none of this fleet is higher above it."""
 
 
 class PartitionClaimer(Protocol):
@@ -39,13 +41,23 @@ class ClaimStore:
     and only grow.
     """
 
-    def __init__(self, bucket: Bucket, office: Office, *, ttl_s: float, refusals: Refusals | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        office: Office,
+        *,
+        ttl_s: float,
+        refusals: Refusals | None = None,
+        fits: Callable[[str], bool] = lambda partition: True,
+    ) -> None:
+        """`fits`: whether there can be a partition of that name; claims of others are nobody's."""
         self.claims: dict[str, Claim] = {}
         self.recovered: dict[str, Claim] = {}
         """Claims that are known, but not as they lie in the bucket: to be written again as they are here."""
         self.unknown: set[str] = set()
         """Partitions whose claim is unreadable and of which nobody was told: somebody may still be letting go."""
         self._refusals = refusals
+        self._fits = fits
         self._bucket = bucket
         self._office = office
         self._ttl_s = ttl_s
@@ -62,11 +74,15 @@ class ClaimStore:
         self.claims, self._revisions, self.recovered, self.unknown = {}, {}, {}, set()
         for key, entry in entries.items():
             partition = name_of(key)
+            if not self._fits(partition):
+                if self._refusals:
+                    self._refusals.note(key, entry.revision, DecodeError("no partition can have that name"))
+                continue
             self._revisions[partition] = entry.revision
             if not entry.value:
                 continue
             try:
-                self.claims[partition] = decode(entry.value, Claim)
+                self.claims[partition] = self._decoded(entry)
             except DecodeError as error:
                 if self._refusals:
                     then = "it is written again by what else is known of it"
@@ -83,6 +99,8 @@ class ClaimStore:
         for worker, assignment in assignments.items():
             for partition, grant in assignment.partitions.items():
                 if partition in claims and claims[partition].fence_token > grant.fence_token:
+                    continue
+                if not self._may_be(grant.fence_token) or not self._fits(partition):
                     continue
                 claims[partition] = Claim(
                     owner=worker,
@@ -101,6 +119,15 @@ class ClaimStore:
                     reason="its claim was unreadable",
                 )
         return claims
+
+    def _decoded(self, entry: Entry) -> Claim:
+        claim = decode(entry.value, Claim)
+        if not self._may_be(claim.fence_token):
+            raise DecodeError(f"fence token {claim.fence_token} is far above the term {self._office.term}")
+        return claim
+
+    def _may_be(self, fence_token: int) -> bool:
+        return fence_token <= self._office.term + _HIGHEST_ABOVE_TERM
 
     def revision(self, partition: str) -> int:
         """The newest revision of a claim that was read or written; 0: there was none."""
@@ -199,7 +226,7 @@ class ClaimStore:
             self.claims.pop(partition, None)
             return
         try:
-            self.claims[partition] = decode(entry.value, Claim)
+            self.claims[partition] = self._decoded(entry)
         except DecodeError as error:
             if self._refusals:
                 self._refusals.note(key_of("claims", partition), entry.revision, error, "the last known one stands")

@@ -19,7 +19,7 @@ from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket, Entry
 from parti.jetstream.watch import Watch
-from parti.model.fleet import FleetRecord, decode, encode, name_of
+from parti.model.fleet import FleetRecord, decode, encode, is_key, name_of
 
 _HEARD_WITHIN_S = 12.0
 """A bucket that was just made in a cluster may have no leader yet, or a node has not heard of its subjects. What was
@@ -63,8 +63,9 @@ class ControlPlane:
             pass
 
     async def read(self, *keys: str) -> dict[str, Entry]:
-        """Every key that matches, with its newest value; deleted ones may be there with an empty value."""
-        return await read_keys(self.connection, self.api, self.bucket.name, keys)
+        """Every key of parti's that matches, with its newest value; deleted ones may be there with an empty value."""
+        found = await read_keys(self.connection, self.api, self.bucket.name, keys)
+        return {key: entry for key, entry in found.items() if is_key(key)}
 
     async def members(self) -> list[str]:
         """Ids of all workers whose lease stands, whatever their state."""

@@ -41,6 +41,7 @@ from parti.model.fleet import (
     LoadRecord,
     decode,
     encode,
+    is_key,
     key_of,
     name_of,
 )
@@ -96,7 +97,13 @@ class Rebalancer:
         self._office = office
         overlap = parts.policy.overlap
         refusals = self._refusals = parts.metrics.refusals
-        self._claims = ClaimStore(parts.plane.bucket, office, ttl_s=parts.ttl_s, refusals=refusals)
+        self._claims = ClaimStore(
+            parts.plane.bucket,
+            office,
+            ttl_s=parts.ttl_s,
+            refusals=refusals,
+            fits=lambda partition: parts.template.find(partition) is not None,
+        )
         self._membership = Membership(parts.plane.bucket, refusals=refusals)
         self._assignments = Assignments(overlap=overlap, refusals=refusals)
         self._takeovers = Takeovers(parts.plane, parts.stream, parts.template, parts.fleet, refusals)
@@ -183,10 +190,12 @@ class Rebalancer:
         except WrongRevision as error:
             self._parts.metrics.claim_failures.inc()
             _log.warning("a claim was changed by somebody else; reading all of them again", error=str(error))
-            before = dict(self._claims.claims)
+            before, told = dict(self._claims.claims), self._assignments.told
             await self._load()
             changed = [p for p in self._writing if before.get(p) != self._claims.claims.get(p)]
             self._planner.claim_failed(changed, clock())
+            if (before, told) == (self._claims.claims, self._assignments.told):
+                return clock() + _RETRY_S  # whatever it was, at once it would happen again
             self._changed.set()
             return None
         except PartiError as error:
@@ -215,6 +224,9 @@ class Rebalancer:
     # ── seeing ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_entry(self, key: str, entry: Entry) -> None:
+        if not is_key(key):
+            self._refusals.note(key, entry.revision, DecodeError("the key is not as parti writes it"))
+            return
         if key.startswith("ids."):
             if self._membership.entry(key, entry):
                 self._flock = True

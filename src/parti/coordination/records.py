@@ -23,6 +23,7 @@ from parti.model.fleet import (
     StallRecord,
     StandbyRecord,
     decode,
+    is_key,
     name_of,
 )
 
@@ -64,6 +65,8 @@ class Records:
 
     def take(self, key: str, entry: Entry) -> None:
         """Take in one key as it is now."""
+        if not is_key(key):
+            return  # what it would be read as has another key
         self.unreadable.pop(key, None)
         kind, name = key.partition(".")[0], name_of(key)
         if kind == "ids":

@@ -13,12 +13,13 @@ import asyncio
 import base64
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from parti.errors import ConfigError, JetStreamUnavailable, NoResponders, NotFound, WrongRevision
 from parti.jetstream.api import JetStreamApi, StreamInfo
+from parti.model.headers import parse_headers
 
 MARKER_TTL_S = 60
 """How long an expired or deleted key leaves a marker behind, for watches to see."""
@@ -31,6 +32,8 @@ _IN_FLIGHT = 10164
 """On a replicated bucket: another write that names the same key has not taken effect yet. It says nothing about the
 key's revision, so it is tried again."""
 _IN_FLIGHT_WAITS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+_BLANK = b" "
+"""Stands for an empty body that is no marker: no record reads so, and it does not say that a key is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,17 @@ class Entry:
 
     value: bytes
     revision: int
+
+    @classmethod
+    def of(cls, body: bytes, revision: int, headers: Mapping[str, str]) -> Entry:
+        """The entry that a message of the bucket makes.
+
+        Only a marker says that a key is gone. The server answers many requests with an empty body, and whoever aims
+        the answer at a key must not delete it.
+        """
+        if headers.get("KV-Operation") in {"DEL", "PURGE"} or "Nats-Marker-Reason" in headers:
+            return cls(b"", revision)
+        return cls(body or _BLANK, revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +138,8 @@ class Bucket:
         except NotFound:
             return None
         message = answer["message"]
-        return Entry(base64.b64decode(message.get("data", "")), int(message["seq"]))
+        headers = parse_headers(base64.b64decode(message.get("hdrs", "")))
+        return Entry.of(base64.b64decode(message.get("data", "")), int(message["seq"]), headers)
 
     async def put(self, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
         """Write a key if its revision is still `revision` (0: it must not exist); returns the new revision.

@@ -168,12 +168,6 @@ class PolledSession:
                 self._heard_s = asyncio.get_running_loop().time()
                 key = message.subject[len(self._prefix) :]
                 if within(key, self.keys):
-                    self._on_value(key, Entry(_value(message), message.seq))
+                    headers = parse_headers(message.header or b"")
+                    self._on_value(key, Entry.of(message.data, message.seq, headers))
         self._heard_s = asyncio.get_running_loop().time()
-
-
-def _value(message: Stored) -> bytes:
-    """The value of a key; empty when the message says that it is gone."""
-    headers = parse_headers(message.header or b"")
-    gone = headers.get("KV-Operation") in {"DEL", "PURGE"} or "Nats-Marker-Reason" in headers
-    return b"" if gone else message.data

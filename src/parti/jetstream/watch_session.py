@@ -124,8 +124,7 @@ class WatchSession:
             self.doubt(f"delivery {self._received + 1} is missing, got {info.consumer_seq}")
             return
         self._received = info.consumer_seq
-        gone = headers.get("KV-Operation") in {"DEL", "PURGE"} or "Nats-Marker-Reason" in headers
-        self._on_value(msg.subject[len(self._prefix) :], Entry(b"" if gone else msg.data, info.stream_seq))
+        self._on_value(msg.subject[len(self._prefix) :], Entry.of(msg.data, info.stream_seq, headers))
         # Both, because under a stream of changes there is always something pending, and because fewer come than were
         # counted when keys are removed meanwhile. If the last of them is, the next heartbeat completes the state.
         if self._received >= self._total or not info.pending:

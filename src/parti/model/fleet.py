@@ -354,3 +354,12 @@ def name_of(key: str) -> str:
     """The name inside a key that `key_of` made."""
     _, _, name = key.partition(".")
     return _ESCAPED.sub(lambda m: bytes.fromhex(m[0].replace("=", "")).decode(errors="replace"), name)
+
+
+def is_key(key: str) -> bool:
+    """Whether `key_of` may have made a key; else another one has the name that this would be read as."""
+    kind, dot, _ = key.partition(".")
+    try:
+        return not dot or key_of(kind, name_of(key)) == key
+    except UnicodeError:
+        return False

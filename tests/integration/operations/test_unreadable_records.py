@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, MutableMapping
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -63,9 +64,7 @@ def commands_that_leave_the_log_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def values_for(key: str) -> list[bytes]:
     kind = key.partition(".")[0]
-    values = [*HOSTILE.values(), *([NAIVE[kind]] if kind in NAIVE else [])]
-    # An empty lease has ended: that is how a rebalancer takes it from a worker whose connection is broken.
-    return [value for value in values if value or kind != "ids"]
+    return [*HOSTILE.values(), *([NAIVE[kind]] if kind in NAIVE else [])]
 
 
 async def overwrite(bucket: Bucket, key: str, value: bytes) -> None:
@@ -216,6 +215,49 @@ async def test_what_a_worker_left_behind_and_nobody_can_read_is_removed(
         await eventually(removed, WITHIN_S)
         assert (await operator.type("status", *operator.place))[0] == 0
         await handles_all(kit, fleet)
+
+
+@pytest.mark.parametrize("key", ["claims.p0.extra", "claims.p9/x", "claims.p=30", "assignment.worker=2D0", "ids.a/b"])
+async def test_a_key_that_parti_does_not_write_stops_nothing(kit: Kit, operator: Operator, key: str) -> None:
+    claim = Claim(owner="worker-9", incarnation=1, claimed_at=datetime.now(UTC), ttl_seconds=5.0, position=1, term=1)
+    async with observed(kit) as (fleet, bucket, lines):
+        for value in (encode(claim), HOSTILE["no UTF-8"], HOSTILE["nothing"]):
+            await overwrite(bucket, key, value)
+        # A new rebalancer reads it, and has something to do.
+        await overwrite(bucket, "leader.rebalancer", HOSTILE["no UTF-8"])
+        await eventually(lambda: any(w.manager and w.manager.leads for w in fleet.workers))
+        await overwrite(bucket, "orders", encode(Orders(paused=("p0",))))
+        await eventually(lambda: sum(len(w.partitions) for w in fleet.workers) == len(PARTITIONS) - 1, WITHIN_S)
+        await overwrite(bucket, "orders", encode(Orders()))
+        await handles_all(kit, fleet)
+        assert len([line for line in lines if "all of them again" in line["event"]]) < 5
+        for view in (("status",), ("doctor",)):
+            code, text = await operator.type(*view, *operator.place)
+            assert code in {0, 1}, text
+
+
+async def test_an_empty_answer_in_the_orders_gives_nothing_away(kit: Kit) -> None:
+    async with observed(kit) as (fleet, bucket, lines):
+        await overwrite(bucket, "orders", encode(Orders(paused=("p0",))))
+        await eventually(lambda: sum(len(w.partitions) for w in fleet.workers) == len(PARTITIONS) - 1)
+        await overwrite(bucket, "orders", HOSTILE["nothing"])
+        await eventually(lambda: bool(told(lines, "orders")))
+        await overwrite(bucket, "leader.rebalancer", HOSTILE["no UTF-8"])
+        await eventually(lambda: any(w.manager and w.manager.leads for w in fleet.workers))
+        sent = await kit.publish([p for p in PARTITIONS if p != "p0"], 5)
+        await eventually(lambda: fleet.journal.has(sent), WITHIN_S)
+        assert decode((await found(bucket, "claims.p0")), Claim).state == "free"
+        await overwrite(bucket, "orders", encode(Orders()))
+
+
+async def test_an_empty_answer_in_the_place_of_a_lease_repeats_nothing(kit: Kit) -> None:
+    """The worker counts until its lease is over, and by then it has stopped."""
+    async with observed(kit) as (fleet, bucket, lines):
+        await handles_all(kit, fleet)
+        await overwrite(bucket, "ids.worker-1", HOSTILE["nothing"])
+        await handles_all(kit, fleet)
+        assert told(lines, "ids.worker-1")
+    assert fleet.journal.repeats == []
 
 
 async def test_positions_that_do_not_change_are_written_again(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
