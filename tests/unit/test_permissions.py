@@ -72,14 +72,13 @@ def test_no_role_is_granted_more_than_names_of_its_deployment(role: Role) -> Non
         assert not subject.startswith((">", "*", "$JS.>", "$JS.API.>", "$KV.>", "$KV.*")), subject
 
 
-def test_nobody_but_a_leader_makes_streams_but_for_marks_of_replays_and_a_fleet_to_come() -> None:
+def test_nobody_but_a_leader_makes_streams_but_for_a_fleet_to_come() -> None:
     makers = {
         role: [s for s in user_of(role).publish_subjects if ".STREAM.CREATE." in s or ".STREAM.UPDATE." in s]
         for role in ROLES
     }
-    assert makers.pop("operator") == ["$JS.API.STREAM.CREATE.d-replays"]
     assert makers.pop("migrator") == ["$JS.API.STREAM.CREATE.KV_b"], "the bucket of a fleet to come"
-    assert len(makers.pop("leader")) == 8
+    assert len(makers.pop("leader")) == 9
     assert all(not subjects for subjects in makers.values())
 
 

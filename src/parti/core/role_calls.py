@@ -202,8 +202,6 @@ def _operator(names: Names) -> Iterator[Call]:
     yield _key(names.bucket, "orders", "giving orders")
     yield _api(f"STREAM.MSG.DELETE.{letters}", "removing dead letters", "broken")
     yield _api(f"STREAM.INFO.{marks_stream(letters)}", "sending dead letters back")
-    if not names.apart:
-        yield _api(f"STREAM.CREATE.{marks_stream(letters)}", "sending dead letters back", "broken")
     marks = mark_subject(letters, "*")
     yield Call(marks, "sending dead letters back", mark_subject(letters, 0), "expecting")
     yield _api(f"STREAM.MSG.GET.{names.stream}", "payloads that dead letters have left there", "broken")
@@ -265,7 +263,7 @@ def _worker(names: Names) -> Iterator[Call]:
     bucket, stream = f"KV_{names.bucket}", names.stream
     yield _api("INFO", "checks at the start")
     yield _api("STREAM.NAMES", "error messages of the start")
-    for each in (stream, bucket, names.dead_letter_stream):
+    for each in (stream, bucket, names.dead_letter_stream, marks_stream(names.dead_letter_stream)):
         yield _api(f"STREAM.INFO.{each}", "checks at the start")
     yield _api(f"STREAM.MSG.GET.{stream}", "older messages of a partition", "broken")
     yield _api(f"STREAM.MSG.GET.{bucket}", "reading the fleet", "broken")
@@ -360,7 +358,8 @@ def _leader(names: Names) -> Iterator[Call]:
         yield _api(f"STREAM.PURGE.{mirror}", "the hot mirror", "none")
         yield _api(f"STREAM.DELETE.{mirror}", "the hot mirror", "none")
     if names.creates:
-        made = [bucket, names.dead_letter_stream, names.ledger_stream, mirror]
+        letters = names.dead_letter_stream
+        made = [bucket, letters, marks_stream(letters), names.ledger_stream, mirror]
         made += [history_stream(names.bucket)] if names.history else []
         made += [f"{names.bucket}-state"] if names.stateful else []
         made += [names.jobs_stream, f"KV_{names.jobs_bucket}"] if names.jobs_stream else []

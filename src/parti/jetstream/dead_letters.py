@@ -9,8 +9,9 @@ import structlog
 
 from parti.config import Settings
 from parti.core.dead_letter import WrittenLetter, write_letter
-from parti.errors import ApiError, ConfigError
+from parti.errors import ApiError, ConfigError, PartiError
 from parti.jetstream.api import JetStreamApi
+from parti.jetstream.letter_marks import ensure_marks
 from parti.model.message import Message
 from parti.telemetry.health import Health
 
@@ -49,7 +50,7 @@ class DeadLetterStream:
         max_payload: int,
         omit_large: bool,
     ) -> DeadLetterStream:
-        """Open the stream that the settings name, creating it when it is missing.
+        """Open the stream that the settings name, creating it when it is missing; whoever may lead makes its marks.
 
         `omit_large`: a payload that leaves no room for the headers may be left out, because the origin keeps it.
         """
@@ -62,6 +63,8 @@ class DeadLetterStream:
                 f"stream {stream!r} exists but does not take {subject + '.>'!r}; "
                 f"choose another dead_letter_stream or dead_letter_subject"
             )
+        if settings.may_lead:
+            await _make_marks(api, stream)
         return cls(api, health, subject=subject, max_payload=max_payload, omit_large=omit_large)
 
     async def send(self, message: Message, reason: str, traceback: str = "") -> int:
@@ -94,3 +97,11 @@ class DeadLetterStream:
         if stored:
             letter = letter.referring_to(stored)
         return await self._api.publish(letter.subject, letter.payload, headers=letter.headers)
+
+
+async def _make_marks(api: JetStreamApi, letters: str) -> None:
+    """Make what an operator needs to send letters back. A worker does without, so nothing that fails here stops it."""
+    try:
+        await ensure_marks(api, letters)
+    except PartiError as error:
+        _log.warning("dead letters cannot be sent back yet", stream=letters, reason=str(error))

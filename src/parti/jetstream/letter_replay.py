@@ -24,10 +24,11 @@ from typing import Any
 from parti.core.dead_letter import Letter, is_original, sendable_headers_of
 from parti.errors import ConfigError, DecodeError, NotFound, PartiError, PermissionDenied
 from parti.jetstream.api import StreamInfo
+from parti.jetstream.letter_marks import ensure_marks
 from parti.jetstream.letters import Letters
 from parti.jetstream.scan import scan
 from parti.model.fleet import decode, encode
-from parti.model.letter_mark import KEEP_S, LetterMark, mark_subject, marks_stream, replay_id
+from parti.model.letter_mark import LetterMark, mark_subject, marks_stream, replay_id
 from parti.model.mapping import SubjectMapping
 from parti.model.records import number_in
 from parti.model.subjects import covers, within
@@ -104,7 +105,7 @@ class LetterReplay:
 
         Raises when the marks cannot be kept: nothing has been sent then.
         """
-        await self._ensure_marks()
+        await ensure_marks(self._api, self._letters.name)
         self._marks = await read_marks(self._letters)
         outcome, lanes = Outcome(), iter(_by_partition(chosen).values())
         for stream in {letter.stream for letter in chosen}:
@@ -120,26 +121,6 @@ class LetterReplay:
     @property
     def _all_marks(self) -> str:
         return mark_subject(self._letters.name, "*")
-
-    async def _ensure_marks(self) -> None:
-        name = marks_stream(self._letters.name)
-        info = await self._api.ensure_stream(
-            {
-                "name": name,
-                "description": "which dead letters were sent back to their streams",
-                "subjects": [self._all_marks],
-                "retention": "limits",
-                "storage": "file",
-                "max_msgs_per_subject": 1,
-                "max_age": KEEP_S * _NANOSECONDS,
-                "num_replicas": (await self._api.stream_config(self._letters.name)).get("num_replicas", 1),
-                "allow_direct": True,
-            }
-        )
-        if self._all_marks not in info.subjects:
-            raise ConfigError(
-                f"stream {name!r} belongs to somebody else, and marks of replays cannot be kept; rename it"
-            )
 
     async def _find(self, stream: str) -> _Origin | str:
         if not stream:

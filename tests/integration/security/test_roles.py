@@ -131,8 +131,6 @@ async def test_every_cell_of_the_table_of_commands(
     commands = APART_COMMANDS if deployment.apart else COMMANDS
     tried: dict[tuple[str, Role], bool] = {}
     await _try_workers(guarded, deployment, tried)
-    if deployment.apart:
-        await root.ensure_stream({"name": "orders-dlq-replays", "subjects": ["orders-dlq-replays.*"]})
     seen = Strict()
     leading = ORDERS.app(guarded.url, "leader", seen.handle, PARTITIONS)
     following = ORDERS.app(guarded.url, "worker", seen.handle, PARTITIONS, may_lead=False)
@@ -162,6 +160,29 @@ async def test_every_cell_of_the_table_of_commands(
         tried["reading a range for Spark", role] = await asyncio.to_thread(_reads_range, guarded, deployment, role)
     wanted = {(text, role): role in roles for text, roles in commands.items() for role in ROLES}
     assert tried == wanted, {cell: tried.get(cell) for cell in wanted if tried.get(cell) != wanted[cell]}
+
+
+async def test_an_operator_without_a_place_for_marks_is_told_what_an_admin_has_to_run(
+    root: JetStreamApi, typed: Type
+) -> None:
+    await root.ensure_stream({"name": "orders-dlq", "subjects": ["orders-dlq.>"]})
+    await root.publish("orders-dlq.ORDERS.orders.in.p0", b"bad", headers={"Parti-Stream": "ORDERS"})
+    code, out, err = await typed("operator", "dlq", "replay", "--all", "--yes")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "stream 'orders-dlq-replays', which keeps what was sent back, is missing" in err
+    wanted = "nats stream add orders-dlq-replays --subjects 'orders-dlq-replays.*' --max-msgs-per-subject 1"
+    assert wanted in err
+    assert await _letters(root, 1)
+
+
+async def test_a_worker_makes_the_marks_of_a_dead_letter_stream_that_was_there_before(
+    guarded: Server, root: JetStreamApi
+) -> None:
+    await root.ensure_stream({"name": "orders-dlq", "subjects": ["orders-dlq.>"]})
+    async with ORDERS.app(guarded.url, "leader", Record().handle, PARTITIONS).running() as leader:
+        await leader.wait_assigned()
+        assert (await root.stream_info("orders-dlq-replays")).subjects == ("orders-dlq-replays.*",)
+        assert not leader.health.reasons
 
 
 async def _migration(api: JetStreamApi) -> MigrationRecord:
