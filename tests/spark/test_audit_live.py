@@ -8,23 +8,30 @@ import time
 from array import array
 from collections.abc import Mapping
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.conftest import Kit, eventually, kit, merge
 from tests.integration.fleet import PARTITIONS, claims_of
+from tests.integration.hostile import raw_publisher
 from tests.spark.replays import app_of, workers
 
 import parti
 from parti.cli.main import main
 from parti.config import Settings
 from parti.core.progress import decode_progress, encode_progress
+from parti.errors import SubjectMismatch
 from parti.jetstream.kv import Bucket
 from parti.jetstream.target import Target
+from parti.model.fleet import Claim, encode
 from parti.model.ledger import LedgerBatch, encode_batch, ledger_stream, ledger_subject
+from parti.model.partition import Template
 from parti.spark.audit import AuditResult
+from parti.spark.audit_control import ControlRecords
 from parti.spark.audit_run import Wishes, run
 from parti.spark.audit_sources import Question, prepare
 from parti.spark.audit_state import read_mark
@@ -172,6 +179,38 @@ async def test_a_fleet_is_audited_while_it_works_and_planted_faults_are_found_ex
         words = [word.format(stream=kit.stream, tmp=tmp_path) for word in arguments]
         assert await asyncio.to_thread(main, ["audit", *words, *place]) == 2
         assert text in capsys.readouterr().err
+
+
+async def test_an_audit_goes_by_the_records_that_parti_wrote_and_by_no_others(kit: Kit, spark: SparkSession) -> None:
+    done: list[int] = []
+
+    async def handle(message: parti.Message) -> None:
+        done.append(message.seq)
+
+    sent = await kit.publish(PARTITIONS, each=2)
+    async with workers(app_of(kit, handle, ledger="full")):
+        await eventually(lambda: len(done) == sum(map(len, sent.values())))
+        await eventually(lambda: has_rows(kit))
+    claim = (await claims_of(kit))[PARTITIONS[0]]
+    beyond = encode(msgspec.structs.replace(claim, position=10**6))
+    prefix = f"$KV.b{kit.root}.".encode()
+    deleted = [(b"KV-Operation", b"DEL")]
+    async with raw_publisher(kit.url) as publisher:
+        for key in (b"claims.\xff", b"claims.p0.extra", b"claims.p9/x", b"\xff.p0", b"progress.\xc3"):
+            await publisher.pub(prefix + key, beyond)
+        for key in (b"claims.p8", b"claims.p9"):
+            await publisher.hpub(prefix + key, deleted, beyond)
+    with capture_logs() as logs:
+        assert found(await audited(spark, kit)) == {}
+    assert [line["claims"] for line in logs if line["event"] == "claims of no partition are left out"] == [
+        ["p0.extra"]
+    ]
+
+
+def test_claims_that_all_fit_no_partition_say_that_the_template_is_wrong() -> None:
+    claim = Claim(claimed_at=datetime.now(UTC), ttl_seconds=5.0, term=1)
+    with pytest.raises(SubjectMismatch, match=r"'e1\.c1' has 2 values but template 'dc\.\{tool\}' has 1 keys"):
+        ControlRecords(claims={"e1.c1": claim}).fitting(Template("dc.{tool}"))
 
 
 def where(violation: Mapping[str, Any]) -> tuple[str, int]:

@@ -8,21 +8,31 @@ claimed is as far as any worker's record says; one that nobody knows is at 0, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
+import structlog
 
 from parti.core.progress import Progress, decode_progress
 from parti.errors import ConfigError, DecodeError, StreamNotFound
 from parti.jetstream.blocking import BlockingClient
+from parti.jetstream.kv import Entry
 from parti.jetstream.ranges import RangeReader, Wanted
 from parti.jetstream.target import Target
-from parti.model.fleet import Claim, FleetRecord, MemberRecord, decode, name_of
-from parti.model.partition import Template
+from parti.model.fleet import Claim, FleetRecord, MemberRecord, decode, is_key, name_of
+from parti.model.headers import parse_headers
+from parti.model.partition import Partition, Template
+from parti.model.safe_text import log_value, text_of
 from parti.spark.planning import bounds
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
+_log = structlog.get_logger("parti.audit")
+
+_LOGGED = 10
+"""Most claims named in one log line."""
+_SHOWN = 100
+"""Most characters of each."""
 _PAGE = 100_000
 """Subjects that a server lists at once."""
 
@@ -41,21 +51,35 @@ class ControlRecords:
         """The template of the fleet, if it works on this stream."""
         return self.fleet.template if self.fleet and self.fleet.stream == stream else None
 
-    def positions(self, stream: str, created: str, template: Template, partitions: Iterable[str]) -> dict[str, int]:
-        """The position of every partition: of those that are claimed, and of the others that are named."""
+    def fitting(self, template: Template) -> ControlRecords:
+        """These records, with claims of partitions that the template can have; raises when it can have none of them.
+
+        Anything may lie under the key of a claim. Where nothing fits, it is rather the template that is wrong.
+        """
+        claims = {name: claim for name, claim in self.claims.items() if template.find(name)}
+        for name in self.claims if not claims else ():
+            template.partition(name)  # raises, and says why
+        left_out = self.claims.keys() - claims.keys()
+        if left_out:
+            examples = [log_value(name, _SHOWN) for name in sorted(left_out)[:_LOGGED]]
+            _log.warning("claims of no partition are left out", count=len(left_out), claims=examples)
+        return replace(self, claims=claims)
+
+    def positions(self, stream: str, created: str, partitions: Iterable[Partition]) -> dict[str, int]:
+        """The positions of these partitions, by id."""
         records = {
             worker: record
             for worker, record in self.progress.items()
             if (record.stream, record.stream_created) == (stream, created)
         }
-        return {name: self._position(name, created, template, records) for name in {*self.claims, *partitions}}
+        return {each.id: self._position(each, created, records) for each in partitions}
 
-    def _position(self, name: str, created: str, template: Template, records: Mapping[str, Progress]) -> int:
-        claim, subject = self.claims.get(name), template.partition(name).subject
+    def _position(self, partition: Partition, created: str, records: Mapping[str, Progress]) -> int:
+        claim = self.claims.get(partition.id)
         known = claim.position if claim and claim.stream_created == created else 0
         owners = records if claim is None else {claim.owner}
         told = [records[owner] for owner in owners if owner in records]
-        return max([known, *(record.position(name, subject) for record in told)])
+        return max([known, *(record.position(partition.id, partition.subject) for record in told)])
 
 
 def read_control(target: Target, bucket: str) -> ControlRecords:
@@ -73,9 +97,10 @@ def read_control(target: Target, bucket: str) -> ControlRecords:
     wanted = Wanted(stream=stream, created=info["created"], start=first, end=last + 1)
     records: dict[str, bytes] = {}
     for chunk in RangeReader(target, wanted, name="parti-audit").chunks():
-        for subject, payload in zip(chunk.subjects, chunk.payloads, strict=True):
-            records[subject.decode().removeprefix(f"$KV.{bucket}.")] = payload
-    return _records({key: value for key, value in records.items() if value})
+        for subject, block, payload in zip(chunk.subjects, chunk.headers, chunk.payloads, strict=True):
+            entry = Entry.of(payload, 0, parse_headers(block or b""))
+            records[text_of(subject).removeprefix(f"$KV.{bucket}.")] = entry.value
+    return _records({key: value for key, value in records.items() if value and is_key(key)})
 
 
 def _records(found: Mapping[str, bytes]) -> ControlRecords:

@@ -112,7 +112,7 @@ def prepare(question: Question, before: Mark | None = None) -> Prepared:
             f"no fleet in bucket {question.bucket!r} works on stream {question.stream!r}, so its partitions are "
             f"unknown; give the subject template, such as --template 'dc.{{tool}}.{{chamber}}.done'"
         )
-    Template(template)  # is checked here, before anything is started
+    control = control.fitting(Template(template))  # both are checked here, before anything is started
     listed = any(has_wildcard(name) for name in control.claims) or not control.claims
     return Prepared(question, before, control, template, _look(question, before, subjects=listed))
 
@@ -237,8 +237,9 @@ def _positions(
     if question.bucket is None:
         return None
     # Without claims a worker was on its own, and its record speaks for subjects.
-    names = [] if control.claims else [shape.parse(s).id for s in place.subjects if covers(shape.pattern, s)]
-    positions = control.positions(question.stream, place.created, shape, names)
+    found = [shape.parse_any(s) for s in place.subjects if covers(shape.pattern, s)]
+    partitions = shape.partitions(control.claims) if control.claims else found
+    positions = control.positions(question.stream, place.created, partitions)
     return spark.createDataFrame(list(positions.items()), "partition string, position bigint")
 
 
