@@ -142,6 +142,55 @@ async def test_hooks_that_raise_are_logged_counted_and_stop_nothing(kit: Kit, re
         assert any(name in text for text in broken), broken
 
 
+async def test_an_assignment_hook_that_hangs_makes_the_worker_unhealthy_until_it_returns(
+    kit: Kit, record: Record
+) -> None:
+    await kit.publish(PARTITIONS)
+    app = kit.app(record.handle, PARTITIONS, **FLEET)
+    proceed = asyncio.Event()
+
+    @app.on_assignment_changed
+    async def fill_cache(old: Sequence[Partition], new: Sequence[Partition]) -> None:
+        await proceed.wait()
+
+    worker = app.worker()
+    await worker.start()
+    try:
+        await eventually(lambda: not worker.health.healthy, 10.0)
+        assert "the hook 'fill_cache' has not returned" in worker.health.reasons["fleet"]
+        assert worker.state is FleetState.DEGRADED
+        assert not record.calls
+        proceed.set()
+        await record.reaches(4)
+        await eventually(lambda: worker.health.healthy)
+    finally:
+        proceed.set()
+        await worker.stop()
+
+
+async def test_an_error_hook_that_hangs_keeps_no_worker_from_handling_again(kit: Kit, record: Record) -> None:
+    app = kit.app(record.handle, PARTITIONS, **FLEET)
+    told, proceed = list[Exception](), asyncio.Event()
+
+    @app.on_error
+    async def page_somebody(error: Exception) -> None:
+        told.append(error)
+        await proceed.wait()
+
+    async with app.running() as worker:
+        try:
+            sent = await kit.publish(PARTITIONS)
+            await record.reaches(4)
+            await kit.api.call(f"STREAM.DELETE.KV_b{kit.root}")
+            await eventually(lambda: len(told) == 1)
+            await eventually(lambda: worker.state is FleetState.STABLE)
+            more = await kit.publish(PARTITIONS)
+            await record.reaches(8)
+        finally:
+            proceed.set()
+    record.is_exactly(merge(sent, more))
+
+
 async def test_state_hooks_see_one_unbroken_story(kit: Kit, record: Record) -> None:
     app = kit.app(record.handle, PARTITIONS, **FLEET)
     story: list[tuple[FleetState, FleetState]] = []
@@ -272,6 +321,26 @@ async def test_an_updater_that_fails_is_logged_and_tried_again(kit: Kit, error: 
             await eventually(lambda: reading.updates == [("worker-0", PARTITIONS)], 5.0)
     assert seen == [error]
     assert any(str(error) in str(line.get("error")) for line in lines)
+
+
+async def test_an_updater_is_tried_again_while_an_error_hook_hangs_which_is_told_of_each_error_in_turn(
+    kit: Kit,
+) -> None:
+    reading, told, proceed = Reading(), list[Exception](), asyncio.Event()
+    errors: list[Exception] = [ConfigError("cannot be"), ConfigError("still cannot be")]
+    reading.fails = errors[::-1]
+
+    async def page_somebody(error: Exception) -> None:
+        told.append(error)
+        await proceed.wait()
+
+    async with managed(kit, reading, Hooks(on_error=[page_somebody])):
+        try:
+            await eventually(lambda: reading.updates == [("worker-0", PARTITIONS)], 5.0)
+            assert told == errors[:1]
+        finally:
+            proceed.set()
+        await eventually(lambda: told == errors, 5.0)
 
 
 async def health_of(kit: Kit, worker: str) -> HealthRecord | None:

@@ -15,7 +15,7 @@ import structlog
 
 from parti.coordination.control_plane import ControlPlane
 from parti.coordination.fleet_parts import FleetParts
-from parti.coordination.hooks import Hooks, WorkerConsumerUpdater, call_hooks
+from parti.coordination.hooks import ErrorHooks, Hooks, WorkerConsumerUpdater, call_hooks, hook_name
 from parti.coordination.worker_ids import Seat
 from parti.core.fleet_view import count_of, names_of
 from parti.errors import PartiError
@@ -81,7 +81,12 @@ class Duty:
     """
 
     def __init__(
-        self, parts: FleetParts, reading: ReadingSide, hooks: Hooks, changed: Callable[[bool], None]
+        self,
+        parts: FleetParts,
+        reading: ReadingSide,
+        hooks: Hooks,
+        errors: ErrorHooks,
+        changed: Callable[[bool], None],
     ) -> None:
         self.offered: Assignment | None = None
         """The newest assignment."""
@@ -103,6 +108,7 @@ class Duty:
         self._parts = parts
         self._reading = reading
         self._hooks = hooks
+        self._errors = errors
         self._changed = changed
         self._worker_id = ""
         self._told: tuple[Partition, ...] = ()
@@ -112,6 +118,8 @@ class Duty:
         self._applied_taken: tuple[Partition, ...] = ()
         self._failure = ""
         """Why the assignment could not be applied, at the last attempt."""
+        self._called = ""
+        """The hook that has been called and has not returned."""
         self._overdue: asyncio.TimerHandle | None = None
         self._is_overdue = False
         self._news = asyncio.Event()
@@ -138,7 +146,7 @@ class Duty:
         """Nothing is owned any more, and the application is told so."""
         old, self._told, self.partitions = self._told, (), ()
         if old:
-            await self._call_hooks(self._hooks.on_assignment_changed, (old, ()))
+            await self._tell_application(old, ())
 
     def offer(self, assignment: Assignment) -> None:
         """Take in an assignment for this holding of the id."""
@@ -153,7 +161,8 @@ class Duty:
     def trouble(self) -> str:
         """What of the assignment is not in force, and why; empty when nothing is wrong."""
         if self._is_overdue:
-            why = self._failure or "it takes too long"
+            hook = f"the hook {self._called!r} has not returned" if self._called else ""
+            why = hook or self._failure or "it takes too long"
             return f"the assignment could not be applied, and the last one stays: {why}"
         if not self.refused:
             return ""
@@ -210,13 +219,24 @@ class Duty:
         new = tuple(p for p in self._partitions_of(offered) if p.id not in refused)
         if new != self._told or self._applied is None:
             old, self._told = self._told, new
-            await self._call_hooks(self._hooks.on_assignment_changed, (old, new))
+            await self._tell_application(old, new)
         self.begun, self._taken, self.refused = offered, new, refused
-        self._expect()
+        if self._pending:
+            self._expect()
         released = self._reading.let_go(new, self._news.set)
         self._to_apply.set()
         if released:
             await self._settle(offered.version)
+
+    async def _tell_application(self, old: tuple[Partition, ...], new: tuple[Partition, ...]) -> None:
+        """Call the hooks for assignments, and wait for each: the application prepares for what is new."""
+        self._expect()  # one that does not return keeps the assignment from coming into force
+        try:
+            for hook in self._hooks.on_assignment_changed:
+                self._called = hook_name(hook)
+                await call_hooks((hook,), (old, new), worker_id=self._worker_id, metrics=self._parts.metrics)
+        finally:
+            self._called = ""
 
     async def _settle(self, version: int) -> None:
         """Store positions, and report what has been let go."""
@@ -269,13 +289,13 @@ class Duty:
                 self._failure = why
                 _log.error("the assignment could not be applied; the last one stays", error=why)
                 self._changed(False)
-            await self._call_hooks(self._hooks.on_error, (error,))
+            self._errors.tell(error, self._worker_id)
             return False
         gained, lost = len(set(new) - set(self.partitions)), len(set(self.partitions) - set(new))
         self.partitions = new
         self._applied, self._applied_taken = begun, new
         self._in_time()
-        if self._pending:
+        if self._called or self._pending:
             self._expect()
         self._parts.metrics.assignment_changes.inc()
         _log.info(
@@ -298,6 +318,3 @@ class Duty:
 
     def _partitions_of(self, assignment: Assignment) -> tuple[Partition, ...]:
         return tuple(sorted(self._parts.template.partitions(assignment.partitions), key=lambda p: p.id))
-
-    async def _call_hooks(self, hooks: Sequence[Any], arguments: tuple[Any, ...]) -> None:
-        await call_hooks(hooks, arguments, worker_id=self._worker_id, metrics=self._parts.metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -12,9 +13,13 @@ import structlog
 
 from parti.core.fleet_view import FleetState
 from parti.model.partition import Partition
+from parti.telemetry.health import Health
 from parti.telemetry.metrics import Metrics
+from parti.telemetry.tasks import owned
 
 _log = structlog.get_logger("parti.hooks")
+_ERRORS_WAIT = 100
+"""So many errors wait for a hook that has not returned."""
 
 AssignmentHook: TypeAlias = Callable[[Sequence[Partition], Sequence[Partition]], Awaitable[None] | None]
 StateHook: TypeAlias = Callable[[FleetState, FleetState], Awaitable[None] | None]
@@ -43,6 +48,11 @@ class Hooks:
     """Called with each error that parti met in the background and survived."""
 
 
+def hook_name(function: Callable[..., Any]) -> str:
+    """What a hook is called in logs and reasons."""
+    return getattr(function, "__name__", repr(function))
+
+
 async def call_hooks(
     functions: Sequence[Callable[..., Any]], arguments: tuple[object, ...], *, worker_id: str, metrics: Metrics
 ) -> None:
@@ -56,6 +66,33 @@ async def call_hooks(
                     await result
             except Exception as error:
                 metrics.hook_failures.inc()
-                _log.exception("a hook failed", hook=getattr(function, "__name__", repr(function)), error=repr(error))
+                _log.exception("a hook failed", hook=hook_name(function), error=repr(error))
     finally:
         current_worker_id.reset(token)
+
+
+class ErrorHooks:
+    """Calls the hooks for errors, one error after the other, in tasks: a hook that hangs holds up nothing else."""
+
+    def __init__(self, hooks: Hooks, metrics: Metrics, health: Health) -> None:
+        self._hooks = hooks
+        self._metrics = metrics
+        self._health = health
+        self._turn = asyncio.Lock()
+        self._telling: set[asyncio.Future[None]] = set()
+
+    def tell(self, error: Exception, worker_id: str) -> None:
+        """Have the hooks called with an error; returns at once."""
+        if len(self._telling) >= _ERRORS_WAIT:
+            _log.warning("an error hook has not returned; it is not told of this error", error=str(error))
+        elif self._hooks.on_error:
+            owned(self._call(error, worker_id), "error-hook", self._health, keep=self._telling, signals=False)
+
+    async def _call(self, error: Exception, worker_id: str) -> None:
+        async with self._turn:
+            await call_hooks(self._hooks.on_error, (error,), worker_id=worker_id, metrics=self._metrics)
+
+    async def told(self, timeout_s: float) -> None:
+        """Return when the hooks have been called with all errors so far."""
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=timeout_s)

@@ -25,7 +25,7 @@ from parti.coordination.control_plane import ControlPlane
 from parti.coordination.duty import Duty, ReadingSide, StandbySide
 from parti.coordination.fleet_parts import FleetParts, Memory
 from parti.coordination.heartbeat import Heartbeat
-from parti.coordination.hooks import Hooks, call_hooks
+from parti.coordination.hooks import ErrorHooks, Hooks
 from parti.coordination.lease import clock
 from parti.coordination.seating import Seating
 from parti.coordination.standing import Standing
@@ -74,7 +74,8 @@ class Manager:
         self._over: asyncio.TimerHandle | None = None
         self._leader: LeaderRecord | None = None
         self._last_id: str | None = None
-        self._duty = Duty(parts, reading, hooks, self._on_duty_changed)
+        self._errors = ErrorHooks(hooks, parts.metrics, parts.health)
+        self._duty = Duty(parts, reading, hooks, self._errors, self._on_duty_changed)
         self._memory = Memory()
         self._seating = Seating(
             parts, self._memory, service=service, guest=guest, on_look=self._stands_by if standby else None
@@ -170,7 +171,8 @@ class Manager:
             self._over.cancel()
         self._reading.permit(NEVER_S)
         self._standing.set(FleetState.STOPPED, "left the fleet")
-        await self._standing.told(self._settings.drain_timeout_s)
+        within_s = self._settings.drain_timeout_s
+        await asyncio.gather(self._standing.told(within_s), self._errors.told(within_s))
         return left
 
     def step_down(self, reason: str) -> None:
@@ -235,18 +237,18 @@ class Manager:
                     # Whoever held the id has the positions in memory: it should be the first to have it again.
                     self._seating.yield_for(_AFTER_RESET_TTLS * self._settings.lease_ttl_s)
                 self._note_reset()
-                await self._stand_up(error)
+                self._stand_up(error)
             except LeaseLost as error:
-                await self._stand_up(await self._why_lost(error))
+                self._stand_up(await self._why_lost(error))
             except SteppedDown:
                 await self._give_away()
             except PartiError as error:
-                await self._stand_up(error)
+                self._stand_up(error)
                 await asyncio.sleep(_RETRY_S)
             except Exception as error:
                 # A mistake in parti. It is told and this begins again, later each time: with a mistake that stays,
                 # the lease ends and others get the partitions.
-                await self._stand_up(error)
+                self._stand_up(error)
                 raise
 
     async def _give_away(self) -> None:
@@ -286,14 +288,14 @@ class Manager:
         self._parts.metrics.lease_losses.inc("ended")
         return lost
 
-    async def _stand_up(self, error: Exception) -> None:
+    def _stand_up(self, error: Exception) -> None:
         """Nothing may be started any more until an id is held again."""
         self._reading.permit(NEVER_S)
         seat, self._seat = self._seat, None
         self._duty.end()
         _log.error("stopped handling" if seat else "still has no worker id", reason=str(error))
         self._standing.set(FleetState.DEGRADED, str(error))
-        await call_hooks(self._hooks.on_error, (error,), worker_id=self.worker_id, metrics=self._parts.metrics)
+        self._errors.tell(error, self.worker_id)
 
     async def _attend(self, seat: Seat, plane: ControlPlane) -> None:
         """Watch, heartbeat, apply and stand for election until the seat is lost."""
