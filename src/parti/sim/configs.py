@@ -36,7 +36,9 @@ _STREAM_DEFAULTS: dict[str, Any] = {
 _STREAM_OPTIONAL = frozenset(
     {"name", "subjects", "subject_delete_marker_ttl", "allow_atomic", "metadata", "description"}
 )
-_STREAM_FIXED = ("max_consumers", "max_bytes", "max_age", "max_msg_size", "mirror_direct", "sealed", "deny_purge")
+_STREAM_FIXED = ("max_consumers", "max_bytes", "max_msg_size", "mirror_direct", "sealed", "deny_purge")
+_NEVER_AGED_NS = 24 * 3600 * SECOND_NS
+"""No run lasts so long, so messages that may get as old as this are never removed for it."""
 
 _CONSUMER_FIELDS = frozenset(
     {
@@ -81,6 +83,8 @@ def stream_config(given: Mapping[str, Any]) -> dict[str, Any]:
     unknown = given.keys() - _STREAM_DEFAULTS.keys() - _STREAM_OPTIONAL
     config = {**_STREAM_DEFAULTS, **given}
     unknown |= {key for key in _STREAM_FIXED if config[key] != _STREAM_DEFAULTS[key] and config[key] not in {0, -1}}
+    if 0 < config["max_age"] < _NEVER_AGED_NS:
+        unknown |= {"max_age"}
     if unknown or not config.get("subjects"):
         raise NotImplementedError(f"the model has no streams with {sorted(unknown) or 'no subjects'}")
     for key in ("max_msgs", "max_msgs_per_subject", "max_consumers", "max_bytes", "max_msg_size"):
