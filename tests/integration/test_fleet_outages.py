@@ -153,6 +153,30 @@ async def test_who_comes_back_does_not_repeat_what_another_has_finished_meanwhil
     assert not late, f"{len(late)} repeated after it was back, first: {late[0]}"
 
 
+async def test_who_comes_back_goes_on_with_a_parked_partition_that_another_has_handled_meanwhile(kit: Kit) -> None:
+    """A page of it, read back from the stream, still waits; all of that has been finished."""
+    crowded, busy = {"takes_s": 0.02, "ping_interval_s": 0.7, "max_ack_pending": 64}, PARTITIONS[0]
+    async with network_to(kit) as network, Fleet(kit, Journal()) as fleet:
+        far = await fleet.join(nats=network.url, **crowded)
+        await fleet.settles()
+        sent = await kit.publish([busy], 600)
+        await eventually(lambda: far.metrics.parked.value == 1)
+        parked_at = len(fleet.journal.starts)
+        await eventually(lambda: len(fleet.journal.starts) >= parked_at + 50)
+        network.refuse()
+        other = await fleet.join(**{**crowded, "takes_s": 0.0})
+        await eventually(lambda: fleet.journal.has(sent))
+        assert await fleet.leave(other)
+        before = await claims_of(kit)
+        network.refuse(False)
+        await owned_again(kit, newest_fence(before))
+        await fleet.settles()
+        more = await kit.publish([busy], 3)
+        await eventually(lambda: fleet.journal.has(more))
+        assert not far.metrics.stalls.child("lanes").value, "only the watchdog has noticed that it stood still"
+    fleet.journal.order_holds()
+
+
 async def test_who_gets_its_id_back_from_another_believes_the_record(kit: Kit) -> None:
     with structlog.testing.capture_logs() as lines:
         async with network_to(kit) as network, Fleet(kit, Journal()) as fleet:

@@ -161,6 +161,11 @@ class Lane:
         self.feed_from = max(self.feed_from, position)
         return dropped
 
+    @property
+    def starved(self) -> bool:
+        """Whether nothing goes on here until it is fed from the stream."""
+        return self.parked and not self.waiting and self.phase in {Phase.IDLE, Phase.HELD}
+
     # ── parking ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def park(self) -> list[Message]:

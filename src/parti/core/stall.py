@@ -3,7 +3,7 @@
 | kind       | what it means                                                                                    |
 |------------|--------------------------------------------------------------------------------------------------|
 | `handlers` | messages wait and may be started, and for `stall_after_s` none was, though a runner was free     |
-| `lanes`    | a partition counts as running, and no runner works on it                                         |
+| `lanes`    | a partition counts as running, and no runner works on it; or it is parked, and nobody feeds it   |
 | `pulls`    | pulls are wanted, and the server has neither answered nor refused one                            |
 | `loop`     | the event loop has not turned                                                                    |
 

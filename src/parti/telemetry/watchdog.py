@@ -152,7 +152,7 @@ class Watchdog:
             )
         what = {
             StallKind.HANDLERS: f"messages of partition {stall.name} wait and may be started, and none was",
-            StallKind.LANES: f"partition {stall.name} waits for a handler that does not run",
+            StallKind.LANES: f"partition {stall.name} waits for a handler, or to be read, and nobody does that",
             StallKind.PULLS: f"the server has neither answered nor refused a pull of consumer {stall.name}",
         }[stall.kind]
         return f"stalled: {what} for {seconds} s"

@@ -432,6 +432,8 @@ class Lanes:
                     self._ack(message.reply)
             if dropped and lane.phase is _READY:
                 self.ready.append(lane)
+            elif dropped and lane.starved:
+                self.on_starved(lane)
 
     def refence(self, lane: Lane, ownership: Ownership) -> None:
         """What has not been started carries this ownership."""

@@ -127,6 +127,15 @@ class Parking:
         for lane, messages in let_go:
             self._lanes.let_go(lane, messages)
 
+    def neglected(self) -> list[Lane]:
+        """Lanes that cannot go on until they are fed, and that nobody feeds."""
+        fed = {lane for lane, task in self._feeding.items() if not task.done()}
+        return [
+            lane
+            for lane in self._lanes.roster.all()
+            if lane.starved and not (lane.incoming or lane.pausing) and lane not in fed
+        ]
+
     def _feed_soon(self, lane: Lane) -> None:
         # Asked for again as soon as the lane has run empty: the last task may have ended without being cleared away.
         task = self._feeding.get(lane)

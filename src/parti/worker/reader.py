@@ -13,7 +13,7 @@ import structlog
 
 from parti.config import Settings
 from parti.core.hot_mirror import OFF, mirror_name, why_not
-from parti.core.lane import Phase
+from parti.core.lane import Lane, Phase
 from parti.core.lease import NEVER_S
 from parti.core.retry import RetryPolicy
 from parti.core.stall import Stall, StallKind
@@ -118,6 +118,7 @@ class Reader:
         self._consumer: WorkerConsumer | None = None
         self._hot: HotMirror | None = None
         self._backlog: BacklogReader | None = None
+        self._parking: Parking | None = None
         self._acks = AckWriter(ports.wire, ports.metrics, self._refill)
         self._ledger = self._make_ledger()
         self._lanes = self._make_lanes()
@@ -254,10 +255,10 @@ class Reader:
             if settings.ordered and ports.stream.retention == "limits":
                 limit = int(settings.backpressure * settings.max_ack_pending)
                 self._backlog = BacklogReader(ports.api, ports.wire, stream, connection=ports.connection)
-                parking = Parking(
+                self._parking = Parking(
                     self._lanes, self._backlog, self.store_progress, ports.metrics, ports.health, limit=limit
                 )
-                self._upkeep.append(supervise(parking.run, "parking", ports.health))
+                self._upkeep.append(supervise(self._parking.run, "parking", ports.health))
             await consumer.start(partitions)
         except BaseException:
             self._consumer = None
@@ -507,6 +508,8 @@ class Reader:
                 # One that is held may wait for positions to be stored; as long as that is tried, it is no stall.
                 tries = self._stores if lane.phase is Phase.HELD else 0
                 due[StallKind.LANES, lane.ownership.partition.id] = (lane.waiting[0].seq, tries)
+            for lane in self._neglected():
+                due[StallKind.LANES, lane.ownership.partition.id] = lane.feed_from
         for engine in self._consumer.shards.engines if self._consumer else ():
             # Where heartbeats are further apart than a stall may take, silence is due only when some are missing.
             overdue = engine.quiet_s + self.settings.stall_after_s >= engine.may_be_quiet_s
@@ -535,7 +538,13 @@ class Reader:
                 engine.revive("stalled")
         for lane in self._lanes.orphans(self._runners.at_work()):
             self._lanes.readopt(lane)
+        for lane in self._neglected():
+            self._lanes.on_starved(lane)
         self._runners.revive()
+
+    def _neglected(self) -> list[Lane]:
+        """Parked lanes that nobody feeds."""
+        return self._parking.neglected() if self._parking else []
 
     def _refill(self) -> None:
         if self._consumer:
