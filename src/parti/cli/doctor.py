@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -47,14 +46,14 @@ from parti.core.checkup import (
 )
 from parti.core.consumer_config import PREFIX, fleet_of, is_foreign, surely_of, workers_of
 from parti.core.role_calls import ROLES, Call, Role, calls_of
-from parti.errors import ConfigError, JetStreamUnavailable, NotFound, PartiError
+from parti.errors import ConfigError, DecodeError, JetStreamUnavailable, NotFound, PartiError
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.checkup import denied_among, read_clock, read_identity, read_sync
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket
-from parti.model.fleet import FleetRecord, decode
+from parti.model.fleet import FleetRecord, decode, is_key
 from parti.model.history import history_stream
-from parti.model.safe_text import strip_userinfo
+from parti.model.safe_text import abbreviate, strip_userinfo
 from parti.spark.java import find_java
 from parti.telemetry.logs import configure_logging
 from parti.version import __version__
@@ -69,6 +68,8 @@ _MARKS = {
 
 _OTHER_KEYS = ("progress.>", "state.>", "migration", "migration.>", "migrator", "mirror")
 """Records that nothing else in here looks at."""
+_KEY_BYTES = 60
+"""Most bytes that are shown of a key which others have made."""
 
 
 def doctor(
@@ -98,7 +99,7 @@ def doctor(
         if each not in ROLES:
             raise ConfigError(f"--role {each!r}: expected one of {', '.join(ROLES)}")
     settings = load_settings({"nats": nats, "bucket": bucket})
-    if repair:
+    if repair is not None:
         run_interruptibly(_repair(settings, repair))
         return
 
@@ -222,6 +223,9 @@ class _Visit:
         for key, reason in unreadable_among(entries).items():
             meaning = "its readers go on without it"
             yield error(f"record {key}", f"it cannot be read: {reason}", meaning, repair_of(key))
+        if odd := sorted(abbreviate(key, _KEY_BYTES) for key in entries if not is_key(key)):
+            text = f"{count(len(odd), 'key')} that parti never writes: {listed(odd)}"
+            yield note("keys", text, "nothing reads them, and they are left alone", "find out who writes here")
 
     async def _stream(self) -> AsyncIterator[Finding]:
         name, settings = self._stream_name, self.settings
@@ -377,7 +381,7 @@ class _Visit:
             try:
                 entry = await Bucket(self.api, name).get("fleet")
                 fleet = decode(entry.value, FleetRecord) if entry and entry.value else None
-            except (msgspec.ValidationError, msgspec.DecodeError):
+            except DecodeError:
                 continue
             except PartiError:
                 break  # this user may not read other buckets

@@ -26,6 +26,7 @@ from parti.model.fleet import (
     StallRecord,
     StandbyRecord,
     decode,
+    is_key,
 )
 from parti.model.migration import MigrationRecord, MigratorLease, OldConsumer
 from parti.model.state import StatePointer
@@ -86,6 +87,8 @@ def unreadable_among(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 def _kind_of(key: str) -> type[msgspec.Struct] | None:
     word, dot, _ = key.partition(".")
+    if not is_key(key):
+        return None  # nobody reads it; and what is shown of a key that is no text is not its name
     return KINDS.get(word) if dot else SINGLE.get(key)
 
 

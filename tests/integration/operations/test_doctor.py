@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz.raw import Raw, RawClient
 from tests.integration.conftest import Kit, Record
 from tests.integration.operations.operators import FLEET, Operator
 
@@ -19,6 +20,9 @@ from parti.core.role_calls import ROLES, Names, Role
 from parti.embedded import Server
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
+from parti.jetstream.kv import Bucket
+from parti.model.fleet import FleetRecord, Orders, encode
+from parti.model.safe_text import text_of
 
 NAMES = Names("ORDERS", "parti", "parti", "parti-dlq", "parti.dlq", subjects=("orders.>",), mirror="parti-hot-ORDERS")
 
@@ -94,6 +98,71 @@ async def test_the_prefix_tells_whose_leftovers_they_are(
         assert "leftovers" in areas(await operator.ask("doctor", *operator.place), "ok")
     left = areas(await operator.ask("doctor", *operator.place), "note")["leftovers"]
     assert left == [f"consumers while no worker runs: w{kit.root}-worker-0"]
+
+
+async def test_a_fleet_record_that_cannot_be_read_does_not_hide_the_next_twin(kit: Kit, operator: Operator) -> None:
+    record = FleetRecord(prefix="same", stream=kit.stream, template=kit.template, stream_created="t0", first_seq=1)
+    values = {f"b{kit.root}": encode(record), f"b{kit.root}-a": b"nonsense", f"b{kit.root}-b": encode(record)}
+    for name, value in values.items():
+        bucket = await Bucket.open(kit.api, name, replicas=1)
+        await bucket.put("fleet", value, revision=0)
+    try:
+        (text,) = areas(await operator.ask("doctor", *operator.place), "error")[f"stream {kit.stream}"]
+    finally:
+        for name in values.keys() - {f"b{kit.root}"}:
+            await kit.delete_stream(f"KV_{name}")
+    assert text == f"the fleets of bucket b{kit.root} and of bucket b{kit.root}-b have the same prefix same"
+
+
+ODD_KEYS = (
+    *(b"claims.\xff", b"claims.p9/x", b"claims.p=30", b"claims.\x1b[2J", b"claims.*", b"claims.p0.>"),
+    *(b"assignment.worker=2D0", b"ids.\xc3", b"progress.\xff", b"state.\xff.x", b"migration.\xff", b"health.=C3"),
+)
+"""None of them is what `key_of` would make."""
+NAMED_KEYS = ("claims.p0.extra", "health.w.x")
+VALUES = (b"nonsense", encode(Orders()), b"")
+
+
+@pytest.mark.parametrize("value", VALUES)
+async def test_keys_that_parti_never_writes_are_told_in_one_line_and_left_alone(
+    kit: Kit, operator: Operator, value: bytes
+) -> None:
+    bucket = await Bucket.open(kit.api, f"b{kit.root}", replicas=1)
+    with RawClient(kit.url) as client:
+        await asyncio.to_thread(client.publish, [Raw(f"$KV.{bucket.name}.".encode() + k, value) for k in ODD_KEYS])
+    before = (await bucket.info()).last_seq
+    answer = await operator.ask("doctor", *operator.place)
+    (told,) = areas(answer, "note")["keys"]
+    assert told.startswith("12 keys that parti never writes: assignment.worker=2D0, claims.*, ")
+    assert "record" not in {area.split()[0] for area in areas(answer, "error")}
+    code, text = await operator.type("doctor", *operator.place)
+    assert (code, "\x1b[2J" in text) == (0, False)
+    for key in ODD_KEYS:
+        for given in (key.decode("utf-8", "surrogateescape"), text_of(key)):
+            code, text = await operator.type("doctor", "--repair", given, *operator.place)
+            assert code == 2
+            assert "is no key of a record" in text
+    assert (await bucket.info()).last_seq == before
+
+
+async def test_a_key_with_more_words_than_parti_writes_is_repaired_by_its_name(kit: Kit, operator: Operator) -> None:
+    bucket = await Bucket.open(kit.api, f"b{kit.root}", replicas=1)
+    for key in NAMED_KEYS:
+        await bucket.put(key, b"nonsense", revision=0)
+    for key in NAMED_KEYS:
+        errors = areas(await operator.ask("doctor", *operator.place), "error")
+        assert f"record {key}" in errors
+        code, text = await operator.type("doctor", "--repair", key, *operator.place)
+        assert (code, text.startswith(f"Deleted {key}, which was unreadable (")) == (0, True)
+    assert (await operator.type("doctor", *operator.place))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "key", ["", ".", "claims", "claims.", "claims..p0", ".p0", "claims.p0.", "claims." + "x" * 5_000]
+)
+async def test_what_cannot_be_a_key_is_refused_in_one_line(kit: Kit, operator: Operator, key: str) -> None:
+    await Bucket.open(kit.api, f"b{kit.root}", replicas=1)
+    assert (await operator.type("doctor", f"--repair={key}", *operator.place))[0] == 2
 
 
 async def test_the_cliff_is_seen_on_a_file_stream_with_many_subjects(
