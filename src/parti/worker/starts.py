@@ -52,6 +52,8 @@ class Starts:
     ) -> None:
         self.stream = stream
         self.record = progress
+        self.recorded = not progress.fresh
+        """An earlier run has stored what is finished; else the record says only what its consumers have told."""
         self.granted: Granted | None = None
         """None: nobody grants anything, this worker is on its own."""
         self._api = api
@@ -122,6 +124,7 @@ class Starts:
         """The stream was made anew: nothing that is known holds."""
         self.stream = stream
         self.record = Progress(stream=stream.name, stream_created=stream.created)
+        self.recorded = False
         self._granted_from.clear()
         self._news_from.clear()
         self._states.clear()

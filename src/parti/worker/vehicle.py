@@ -32,7 +32,7 @@ from parti.core.consumer_config import (
 from parti.core.filters import FilterSet
 from parti.core.pin import PinChange
 from parti.core.priority import PullOptions, group_of
-from parti.core.retention import INTEREST, retention_named
+from parti.core.retention import INTEREST, WORK_QUEUE, retention_named
 from parti.errors import ApiError, ConfigError, NotFound, PartiError
 from parti.jetstream.api import ConsumerInfo, JetStreamApi, StreamInfo
 from parti.jetstream.connection import Connection
@@ -206,7 +206,20 @@ class Vehicle:
 
     def begin_at(self, position: int) -> int:
         """The sequence at which a session has to begin whose messages below `position` are finished."""
-        return position if self._retention.keeps else self.confirmed.begin(position)
+        if self._retention.keeps:
+            return position
+        return self.confirmed.begin(1 if self._looks_for_leftovers else position)
+
+    @property
+    def _looks_for_leftovers(self) -> bool:
+        """Whether this is the first session on a work-queue: acknowledgements of the process before may be lost.
+
+        What is still stored below the position is delivered, recognised as finished and acknowledged. Only where a
+        record calls it finished, and not with `start="new"`, by which older messages are passed over unhandled. On an
+        interest stream RESET makes the server delete it, and what stays is for others.
+        """
+        first = not self.settled_on and self._retention is WORK_QUEUE
+        return first and self._starts.recorded and self._settings.start != "new"
 
     def note_acknowledged(self, now_s: float) -> None:
         """The session still stands: what is acknowledged now is stored some time later."""
