@@ -93,7 +93,8 @@ def test_no_password_of_a_url_survives_wherever_the_text_is_cut(
     secret = f"Q{secret}Q"
     parameters = f"{scheme}://host/x?user=me&password={secret}", f"host with url: /x?Access_Token={secret}&a=b"
     users = f"{scheme}://me:{secret}@host/x", f"{scheme}://{secret}@host", f"me:{secret[:100]}@host:5432"
-    for url in (*users, *parameters):
+    others = f'password="{secret} and {secret}"', f"//me:{secret}@host", f"jdbc:oracle:thin:me/{secret}@host"
+    for url in (*users, *parameters, *others):
         text = f"{'word ' * before}cannot reach {url} now"
         for made in (without_secrets(text), one_line(text, most), many_lines(text, most)):
             assert secret[:6] not in made
