@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 import msgspec
 import nats
 import pytest
+from fuzz.raw import Raw, RawClient
 from tests.integration.conftest import Kit
 from tests.integration.fleet import FLEET
 from tests.integration.migration.conftest import MakeScene
@@ -121,6 +122,31 @@ async def test_what_no_worker_takes_is_told_and_not_called_unchanged(
             assert said.code == 1, said
             left = json.loads(said.out)["left"]
             assert 0 < len(left) < 4, "more old consumers are stopped although nobody takes anything"
+
+
+# ── records that nobody can have written ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("value", [b"nonsense", b""])
+async def test_a_migration_comes_to_its_end_beside_keys_that_parti_never_writes(
+    make_scene: MakeScene, value: bytes
+) -> None:
+    scene = await make_scene(3)
+    async with scene.old_worker():
+        await scene.does(*scene.shadow)
+        keys = [
+            kind + name for kind in (b"migration", b"progress", b"claims", b"ids") for name in (b".\xff", b".p0/x")
+        ]
+        with RawClient(scene.kit.url) as client:
+            odd = [Raw(f"$KV.b{scene.kit.root}.".encode() + key, value) for key in keys]
+            assert all(await asyncio.to_thread(client.publish, odd))
+        async with scene.fleet():
+            await scene.does(*VALIDATE)
+            await scene.does("run", "--phase", "switch")
+            await scene.does("status")
+            answer = await scene.does("run", "--phase", "cleanup", "--yes")
+    assert answer["phase"] == "cleaned"
+    assert await scene.consumers() == {f"w{scene.kit.root}": 2}
 
 
 # ── an SLO that is broken too late ────────────────────────────────────────────────────────────────────────────────
