@@ -31,6 +31,8 @@ from parti.telemetry.metrics import Metrics
 _log = structlog.get_logger("parti.jobs.board")
 
 _SIGNAL = "job-records"
+_UNANSWERED = 2
+"""So many tries in a row without an answer are told: no job can be claimed, and all places are taken soon."""
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 2.0
 _UNFINISHED_TTL_S = 14 * 86_400.0
 """A record that nobody touches any more, such as that of a job whose stream was deleted, ends by itself."""
@@ -222,14 +224,17 @@ class JobBoard:
 
     async def _insist(self, work: Callable[[], Awaitable[_T]], what: str, held: Held | None = None) -> _T:
         """Do it until it works; ConnectionFailed when the connection was closed for good."""
-        delay_s = _RETRY_MIN_S
+        delay_s, unanswered = _RETRY_MIN_S, 0
         while True:
             try:
                 await self._connection.wait_connected()
                 result = await work()
                 self._health.clear(_SIGNAL)
                 return result
-            except (WrongRevision, RequestTimeout):
+            except (WrongRevision, RequestTimeout) as error:
+                unanswered = unanswered + 1 if isinstance(error, RequestTimeout) else 0
+                if unanswered >= _UNANSWERED:
+                    self._tell(what, error, delay_s)
                 # Somebody else wrote, or an earlier try of ours did: look, and decide again.
                 if held is not None:
                     await self._look_again(held)
@@ -239,15 +244,19 @@ class JobBoard:
                 if self._connection.closed:
                     raise
             except PartiError as error:
-                self._health.raise_signal(_SIGNAL, f"records of jobs cannot be stored: {error}")
-                _log.error("record not stored, will try again", what=what, error=str(error), delay_s=delay_s)
+                self._tell(what, error, delay_s)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, _RETRY_MAX_S)
 
+    def _tell(self, what: str, error: PartiError, delay_s: float) -> None:
+        self._health.raise_signal(_SIGNAL, f"records of jobs cannot be stored: {error}")
+        _log.error("record not stored, will try again", what=what, error=str(error), delay_s=delay_s)
+
     async def _reopen(self) -> None:
-        """The bucket is gone: records are a convenience, jobs go on."""
+        """The bucket is gone: make it anew, for no job starts before its claim is stored."""
         try:
             self._bucket = await Bucket.open(self._api, self._bucket.name, replicas=self._replicas)
             _log.warning("the bucket of job records was gone and was made anew", bucket=self._bucket.name)
         except PartiError as error:
+            self._health.raise_signal(_SIGNAL, f"the bucket of job records is gone: {error}")
             _log.warning("the bucket of job records is gone", bucket=self._bucket.name, error=str(error))

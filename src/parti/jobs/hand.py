@@ -92,6 +92,7 @@ class Hand:
         self._alone = asyncio.Lock()
         self._last: asyncio.Event | None = None
         self._leaving = False
+        self._steps = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.finished = 0
@@ -117,6 +118,16 @@ class Hand:
     def leaving(self) -> bool:
         """Whether nothing more is started."""
         return self._leaving
+
+    @property
+    def sign(self) -> int | None:
+        """A number that grows with every job that is claimed or leaves; None unless jobs wait and none has started.
+
+        One that runs, waits for slots or is being settled has started: how long that takes is its own affair.
+        """
+        due = self._held and not self._leaving and not any(held.started_s for held in self._held.values())
+        connected = self._ports.connection.state is ConnectionState.CONNECTED
+        return self._steps if due and connected else None
 
     # ── deliveries ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,6 +203,7 @@ class Hand:
             await self._put_aside(held, error)
         finally:
             held.claimed.set()
+            self._steps += 1
             self._ports.board.forget(held)
             if self._held.get(held.seq) is held:
                 del self._held[held.seq]
@@ -235,6 +247,7 @@ class Hand:
     async def _claim(self, held: Held) -> Verdict:
         """Claims run side by side, but their jobs start in the order of delivery."""
         verdict = await self._ports.board.claim(held, lambda: held.seq in self._cancels)
+        self._steps += 1
         if held.before is not None:
             await held.before.wait()
             held.before = None

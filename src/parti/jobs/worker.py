@@ -213,15 +213,20 @@ class JobWorker:
         hand.on_room = self._pull.room_changed
         hand.on_unheard = partial(self._pull.doubt, "an answer was not confirmed")
         self._pull.start()
-        self._watch(self._pull)
+        self._watch(self._pull, hand)
 
-    def _watch(self, pull: JobPull) -> None:
-        """Have this worker watched from now on: that its event loop turns, and that pulls are answered."""
+    def _watch(self, pull: JobPull, hand: Hand) -> None:
+        """Have this worker watched: that its event loop turns, pulls are answered, and jobs that it has can start."""
         loop = asyncio.get_running_loop()
 
         def look() -> Look:
-            sign = pull.sign
-            return {} if sign is None else {(StallKind.PULLS, self.durable): sign}
+            signs = {(StallKind.PULLS, self.durable): pull.sign, (StallKind.HANDLERS, self.durable): hand.sign}
+            return {due: sign for due, sign in signs.items() if sign is not None}
+
+        def restart(stall: Stall) -> None:
+            # While jobs wait to start, a new pull would only lose what is on its way on the old one.
+            if stall.kind is StallKind.PULLS:
+                pull.revive()
 
         def leave(stall: Stall, reason: str) -> None:
             if self.on_stalled:
@@ -232,8 +237,9 @@ class JobWorker:
         watched = Watched(
             look=look,
             story=lambda: {"in_hand": self.held, "credit": pull.credit, "signals": dict(self.health.reasons)},
-            restart=lambda stall: pull.revive(),
+            restart=restart,
             leave=leave,
+            source="consumer",
         )
         watchdog = Watchdog(
             watched,

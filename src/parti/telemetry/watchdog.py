@@ -49,6 +49,8 @@ class Watched:
     """Called in the thread: the worker stands still."""
     recovered: Callable[[Stall, str], None] = lambda stall, reason: None
     """Called in the thread: it moves again."""
+    source: str = "partition"
+    """What it is by whose name messages wait for handlers."""
 
 
 class Watchdog:
@@ -150,8 +152,9 @@ class Watchdog:
                 f"stalled: the event loop has not turned for {seconds} s, blocked in {self._blocked_in()}; a handler "
                 f"that blocks must be a plain function, or use asyncio.to_thread"
             )
+        source = f"{self._watched.source} {stall.name}"
         what = {
-            StallKind.HANDLERS: f"messages of partition {stall.name} wait and may be started, and none was",
+            StallKind.HANDLERS: f"messages of {source} wait and may be started, and none was",
             StallKind.LANES: f"partition {stall.name} waits for a handler, or to be read, and nobody does that",
             StallKind.PULLS: f"the server has neither answered nor refused a pull of consumer {stall.name}",
         }[stall.kind]

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from tests.integration.conftest import eventually
 from tests.integration.jobs.kit import JobKit
 
 from parti.config import Settings
 from parti.core.consumer_config import ConsumerTuning, build_config
-from parti.core.job_claims import Claimant, Verdict
+from parti.core.job_claims import Claimant, Start, Verdict
 from parti.core.priority import PullOptions
 from parti.core.retry import RetryPolicy
+from parti.errors import RequestTimeout
 from parti.jetstream.dead_letters import DeadLetterStream
 from parti.jetstream.kv import Bucket
 from parti.jetstream.priority import put_consumer
@@ -26,6 +28,8 @@ from parti.jobs.hand import Hand, HandPorts
 from parti.jobs.job import Held
 from parti.jobs.pulling import JobPull
 from parti.jobs.scheduler import WeightedScheduler
+from parti.model.message import Message, Ownership
+from parti.model.partition import Partition
 
 SOON_S = 15.0
 
@@ -129,6 +133,21 @@ class OddBoard(JobBoard):
         return await super().claim(held, cancelled)
 
 
+def board_of(jobs: JobKit, vitals: Vitals, bucket: Bucket, kind: type[JobBoard] = JobBoard) -> JobBoard:
+    return kind(
+        jobs.kit.connection,
+        jobs.kit.api,
+        bucket,
+        vitals.metrics,
+        vitals.health,
+        durable=jobs.durable,
+        claimant=Claimant("this", 30.0, 3),
+        replicas=1,
+        keep_s=60.0,
+        report_interval_s=60.0,
+    )
+
+
 async def test_a_job_that_can_never_be_claimed_is_dead_lettered_and_others_go_on(jobs: JobKit) -> None:
     """Tried five times, which takes 7.5 s; one place for jobs in hand is enough for the others."""
     await jobs.create_stream()
@@ -140,18 +159,8 @@ async def test_a_job_that_can_never_be_claimed_is_dead_lettered_and_others_go_on
     async def handle(job: Job) -> None:
         done.append(job.seq)
 
-    board = OddBoard(
-        kit.connection,
-        kit.api,
-        await Bucket.open(kit.api, f"{jobs.prefix}-jobs", replicas=1),
-        vitals.metrics,
-        vitals.health,
-        durable=jobs.durable,
-        claimant=Claimant("this", 30.0, 3),
-        replicas=1,
-        keep_s=60.0,
-        report_interval_s=60.0,
-    )
+    bucket = await Bucket.open(kit.api, f"{jobs.prefix}-jobs", replicas=1)
+    board = board_of(jobs, vitals, bucket, OddBoard)
     wire = Wire(kit.connection.client)
     letters = await DeadLetterStream.open(kit.api, vitals.health, settings, max_payload=1 << 20, omit_large=False)
     scheduler, calls = WeightedScheduler(1), Calls(handle, threads=1, timeout_s=None)
@@ -176,3 +185,33 @@ async def test_a_job_that_can_never_be_claimed_is_dead_lettered_and_others_go_on
     finally:
         await pull.stop()
         await hand.stop()
+
+
+class UnansweredBucket(Bucket):
+    """The first writes get no answer."""
+
+    unanswered = 0
+
+    async def put(self, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
+        if self.unanswered:
+            self.unanswered -= 1
+            raise RequestTimeout(f"no answer on {key!r} within 5 s")
+        return await super().put(key, value, revision=revision, ttl_s=ttl_s)
+
+
+@pytest.mark.parametrize(("unanswered", "signals"), [(1, 0), (2, 1), (4, 1)])
+async def test_a_second_write_of_a_record_without_an_answer_is_told_until_there_is_one(
+    jobs: JobKit, unanswered: int, signals: int
+) -> None:
+    vitals, seen = Vitals("w0"), list[str]()
+    await Bucket.open(jobs.kit.api, f"{jobs.prefix}-jobs", replicas=1)
+    bucket = UnansweredBucket(jobs.kit.api, f"{jobs.prefix}-jobs")
+    bucket.unanswered = unanswered
+    vitals.health.on_change(lambda health: seen.extend(health.reasons.values()))
+    ownership = Ownership(Partition("p", "p", {}), jobs.stream, "w0")
+    message = Message(jobs.subject, b"", 7, ownership, f"$JS.ACK.{jobs.stream}.c.1.7.1.1.0".encode(), None, 0.0)
+    held = Held(Job(message, jobs.durable, WeightedScheduler(1)))
+    assert await board_of(jobs, vitals, bucket).claim(held, lambda: False) == Start()
+    assert len(seen) == signals
+    assert all("no answer" in reason for reason in seen)
+    assert vitals.health.healthy

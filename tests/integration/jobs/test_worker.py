@@ -389,6 +389,50 @@ async def test_a_deleted_consumer_and_a_deleted_bucket_are_made_anew(jobs: JobKi
         await eventually(jobs.all_settled)
 
 
+async def answer_writes(jobs: JobKit, answered: bool) -> None:
+    """Have the bucket of records confirm what it stores, or not; so it is for whoever waits, without a leader too."""
+    stream = f"KV_{jobs.prefix}-jobs"
+    config = await jobs.kit.api.stream_config(stream)
+    await jobs.kit.api.call(f"STREAM.UPDATE.{stream}", {**config, "no_ack": not answered})
+
+
+async def test_jobs_that_cannot_be_claimed_are_a_stall_and_go_on_when_they_can(jobs: JobKit, gates: Gates) -> None:
+    gates.opened.set()
+    told, left = list[str](), threading.Event()
+    worker = jobs.app(gates.handle, max_capacity=2, fetch_batch_size=1, stall_after_s=1.0).worker()
+
+    def leave(reason: str) -> None:
+        told.append(reason)
+        left.set()
+
+    worker.on_stalled = leave
+    await worker.start()
+    try:
+        await answer_writes(jobs, False)
+        sent = await jobs.publish(*[{"cost": 1}] * 4)
+        assert await asyncio.to_thread(left.wait, 15)
+        assert f"messages of consumer {jobs.durable} wait and may be started, and none was" in told[0]
+        assert "stall" in worker.health.reasons
+        assert gates.started == []
+        await answer_writes(jobs, True)
+        await eventually(jobs.all_settled, 20)
+    finally:
+        await worker.stop()
+    assert sorted(gates.done) == sent
+
+
+async def test_a_job_that_takes_long_is_no_stall(jobs: JobKit, gates: Gates) -> None:
+    """Neither while it waits for slots that another one has, nor with all places taken."""
+    async with jobs.app(gates.handle, max_capacity=2, fetch_batch_size=1, stall_after_s=0.5).running() as worker:
+        await jobs.publish(*[{"cost": 2}] * 2)
+        await eventually(lambda: len(gates.started) == 2)
+        heartbeats = worker.metrics.jobs_heartbeats
+        await eventually(lambda: heartbeats.value >= 50)  # 2.5 s
+        assert worker.metrics.stalls.child("handlers").value == 0
+        gates.opened.set()
+        await eventually(jobs.all_settled)
+
+
 # ── what is refused at the start ──────────────────────────────────────────────────────────────────────────────────
 
 
