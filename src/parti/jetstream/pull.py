@@ -94,7 +94,8 @@ class PullEngine:
     """Keeps pulls standing on one consumer from `start` to `stop`.
 
     `prepare` verifies the consumer and puts it to the position; it returns False when there is nothing to pull
-    (no partitions). Its errors are retried with backoff for as long as the engine runs.
+    (no partitions). Its errors are retried with backoff for as long as the engine runs. No session is open while it
+    runs: what stands on the consumer then, and does not end, are pulls of another process.
     """
 
     def __init__(
@@ -215,7 +216,9 @@ class PullEngine:
         self._paused = False
         self._resumed.set()
         self._begin_to_wait()
-        if prepared and not self._trouble.is_set():
+        # A session that a reconnect has asked for may be waiting in `prepare` for whoever paused. Were one opened now,
+        # it would find pulls that it cannot tell from another process's.
+        if prepared and not self._trouble.is_set() and self._preparing_since_s is None:
             self._nothing_to_pull = not pull
             if pull:
                 self._open_session()
@@ -512,6 +515,7 @@ class PullEngine:
             reason, opened = self._reason, False
             self._trouble.clear()
             self._preparing_since_s = asyncio.get_running_loop().time()
+            self._close_session()  # one that was asked for during the start was opened all the same
             try:
                 pull = await self._prepare(reason)
                 if self._nothing_to_pull:
