@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,11 +19,13 @@ from parti.cli.control import count, listed, open_console, print_json, span, tim
 from parti.cli.options import JsonOption, NatsOption
 from parti.config import Settings, load_settings
 from parti.core.priority import DEFAULT_TIMEOUT_S, Policy, check_name
-from parti.errors import ConfigError, NotFound
+from parti.errors import ConfigError, NotFound, PermissionDenied
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.connection import Connection
+from parti.jetstream.kv import Bucket
 from parti.jetstream.priority import GroupReport, find_groups, unpin
 from parti.jetstream.switches import Switch, Switches
+from parti.model.fleet import FleetRecord, decode
 from parti.model.safe_text import strip_userinfo
 from parti.telemetry.logs import configure_logging
 
@@ -111,6 +113,7 @@ def watch(
 ) -> None:
     """Print a line whenever a client is pinned or loses its pin, until Ctrl-C; first, who is pinned now.
 
+    Who may not watch all streams watches that of the fleet, if none is named.
     With --json a line of JSON for each. Switches that happen while the connection is away are missed. Exit codes: 0
     after Ctrl-C, 2 no server, no such stream or consumer.
     """
@@ -118,11 +121,8 @@ def watch(
     console = open_console()
 
     async def show() -> None:
-        async with (
-            _opened(settings) as place,
-            Switches(place.connection, stream=stream or "*", consumer=consumer or "*") as switches,
-        ):
-            for group in await place.groups(stream, consumer):
+        async with _opened(settings) as place, place.switches(stream, consumer) as (watched, switches):
+            for group in await place.groups(watched, consumer):
                 if group.group.policy is Policy.PINNED:
                     _say_now(group, console, json=json)
             async for switch in switches:
@@ -152,6 +152,7 @@ class _Place:
     """A server, as this command sees it."""
 
     connection: Connection
+    bucket: str
 
     @property
     def api(self) -> JetStreamApi:
@@ -169,13 +170,36 @@ class _Place:
             there = f"{kind}s here: {listed(known, 10)}" if known else f"there is no {kind} at all"
             raise ConfigError(f"{kind} {name!r} does not exist; {there}") from None
 
+    @asynccontextmanager
+    async def switches(
+        self, stream: str | None, consumer: str | None
+    ) -> AsyncGenerator[tuple[str | None, Switches], None]:
+        """Listen to switches; where all streams (None) are more than this user may, to the fleet's stream."""
+        switches = Switches(self.connection, stream=stream or "*", consumer=consumer or "*")
+        try:
+            await switches.start()
+        except PermissionDenied:
+            stream = None if stream else await self._stream_of_fleet()
+            if not stream:
+                raise
+            switches = Switches(self.connection, stream=stream)
+            await switches.start()
+        try:
+            yield stream, switches
+        finally:
+            await switches.stop()
+
+    async def _stream_of_fleet(self) -> str | None:
+        entry = await Bucket(self.api, self.bucket).get("fleet")
+        return decode(entry.value, FleetRecord).stream if entry and entry.value else None
+
 
 @asynccontextmanager
 async def _opened(settings: Settings) -> AsyncIterator[_Place]:
     configure_logging("error", settings.log_format)
     connection = await Connection.open(settings, name=f"{settings.prefix}-cli")
     try:
-        yield _Place(connection)
+        yield _Place(connection, settings.bucket)
     finally:
         await connection.close()
 

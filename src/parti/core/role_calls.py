@@ -194,6 +194,7 @@ def _watching_jobs(names: Names) -> Iterator[Call]:
         yield _api(f"STREAM.MSG.GET.{bucket}", "records of jobs", "broken")
         yield from _reading(bucket, "records of jobs", apart=names.apart)
         yield _api(f"CONSUMER.INFO.{names.jobs_stream}.{durable}", "how many jobs wait")
+        yield _api(f"CONSUMER.LIST.{names.jobs_stream}", "'parti priority status'")
 
 
 def _operator(names: Names) -> Iterator[Call]:

@@ -29,6 +29,8 @@ _READERS: tuple[Role, ...] = ("worker", "leader", "operator", "observer", "migra
 _ORDERS: tuple[Role, ...] = ("operator", "migrator")
 """All orders are one key, and a migration is partly orders."""
 _LETTERS: tuple[Role, ...] = ("operator",)
+_LISTERS: tuple[Role, ...] = ("operator", "observer", "migrator")
+"""Who may list all consumers of the stream."""
 COMMANDS: Mapping[str, tuple[Role, ...]] = {
     "parti worker, with may_lead=false beside a leader": ("worker", "leader"),
     "parti worker, the first of its fleet": ("leader",),
@@ -43,6 +45,9 @@ COMMANDS: Mapping[str, tuple[Role, ...]] = {
     "parti drain worker-1": _ORDERS,
     "parti pause": _ORDERS,
     "parti resume": _ORDERS,
+    "parti priority status": _LISTERS,
+    "parti priority status ORDERS shared": _LISTERS,
+    "parti priority unpin ORDERS shared": ("operator",),
     "parti dlq replay --all --yes": _LETTERS,
     "parti dlq purge --all --yes": _LETTERS,
     "parti migrate, planned and run, there and back": ("migrator",),

@@ -100,7 +100,7 @@ class DeadLetterStream:
 
 
 async def _make_marks(api: JetStreamApi, letters: str) -> None:
-    """Make what an operator needs to send letters back. A worker does without, so nothing that fails here stops it."""
+    """Make what operators need to send letters back. A worker does without, so nothing that fails here stops it."""
     try:
         await ensure_marks(api, letters)
     except PartiError as error:

@@ -21,7 +21,7 @@ from parti.core.priority import (
     named,
     with_group,
 )
-from parti.errors import ApiError, ConfigError, NotFound
+from parti.errors import ApiError, ConfigError, NotFound, PermissionDenied
 from parti.jetstream.api import ConsumerInfo, GroupState, JetStreamApi
 from parti.jetstream.connection import Connection
 
@@ -118,13 +118,31 @@ def report_of(stream: str, info: ConsumerInfo) -> GroupReport | None:
 
 
 async def find_groups(api: JetStreamApi, stream: str = "", consumer: str = "") -> list[GroupReport]:
-    """Every group of the account, of a stream, or of one consumer; NotFound for a named one that is not there."""
-    if consumer:
-        infos = [(stream, await api.consumer_info(stream, consumer))]
-    else:
-        streams = [stream] if stream else await api.stream_names()
-        infos = [(each, info) for each in streams for info in await api.consumers(each)]
-    return [report for each, info in infos if (report := report_of(each, info)) is not None]
+    """Every group of the account, as far as this user may list its streams, of a stream, or of one consumer.
+
+    Raises NotFound for a named one that is not there, PermissionDenied when nothing may be listed.
+    """
+    found = {stream: await api.consumers(stream)} if stream else await _all_consumers(api)
+    infos = [(name, info) for name, each in found.items() for info in each if consumer in {"", info.name}]
+    if consumer and not infos:
+        raise NotFound(_CONSUMER_NOT_FOUND, "consumer not found")
+    return [report for name, info in infos if (report := report_of(name, info)) is not None]
+
+
+async def _all_consumers(api: JetStreamApi) -> dict[str, list[ConsumerInfo]]:
+    """Consumers of every stream that this user may list; PermissionDenied when that is none of those there are."""
+    found: dict[str, list[ConsumerInfo]] = {}
+    denied: PermissionDenied | None = None
+    for stream in await api.stream_names():
+        try:
+            found[stream] = await api.consumers(stream)
+        except PermissionDenied as error:
+            denied = error
+        except NotFound:
+            pass  # deleted meanwhile
+    if denied and not found:
+        raise denied
+    return found
 
 
 async def release(api: JetStreamApi, stream: str, consumer: str, group: str, pin_id: str) -> bool:

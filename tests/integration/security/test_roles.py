@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +15,15 @@ from unittest.mock import patch
 
 import pytest
 from tests.integration.conftest import Record, eventually
+from tests.integration.processes import EXIT_S, command, environment, whole_lines
 from tests.integration.security.conftest import ORDERS, Type
-from tests.integration.security.guarded import Deployment, make_stream, open_as
+from tests.integration.security.guarded import Deployment, make_stream, open_as, root_settings
 from tests.integration.security.migrating import WHAT, make_old_consumers, write_app
 
 import parti
 from parti.core.fleet_view import FleetState
 from parti.core.permissions import password_variable, permissions_of
+from parti.core.priority import Policy, PriorityGroup
 from parti.core.role_calls import MEMBERS, ROLES, Role
 from parti.core.role_matrix import APART_COMMANDS, COMMANDS, EXAMPLE, Action, actions, may
 from parti.embedded import Server
@@ -27,12 +32,20 @@ from parti.jetstream.api import JetStreamApi
 from parti.jetstream.blocking import BlockingClient
 from parti.jetstream.chunks import Wanted
 from parti.jetstream.connection import Connection
+from parti.jetstream.pull_client import PullClient
 from parti.jetstream.ranges import RangeReader
 from parti.jetstream.target import Target
 from parti.model.fleet import encode
 from parti.model.migration import MigrationRecord
 
 PARTITIONS = [f"p{number}" for number in range(4)]
+SHARED = {
+    "name": "shared",
+    "durable_name": "shared",
+    "ack_policy": "explicit",
+    **PriorityGroup("g", Policy.PINNED, timeout_s=90.0).fields(),
+}
+"""A consumer with a client that can be unpinned."""
 NEVER = {"Nats-Expected-Last-Sequence": str(2**53 - 1)}
 
 
@@ -134,6 +147,7 @@ async def test_every_cell_of_the_table_of_commands(
     seen = Strict()
     leading = ORDERS.app(guarded.url, "leader", seen.handle, PARTITIONS)
     following = ORDERS.app(guarded.url, "worker", seen.handle, PARTITIONS, may_lead=False)
+    await root.put_consumer(ORDERS.stream, SHARED, action="create")
     async with leading.running() as leader:
         await leader.wait_assigned()
         async with following.running() as worker:
@@ -153,6 +167,7 @@ async def test_every_cell_of_the_table_of_commands(
                         assert len(err.splitlines()) == 1, err
                         assert "permission denied: this account may not" in err, (text, role, err)
                         assert await _orders(root) == before
+    await root.delete_consumer(ORDERS.stream, "shared")
     await make_old_consumers(root)
     for role in sorted(ROLES, key=lambda role: role == "migrator"):
         tried["parti migrate, planned and run, there and back", role] = await _migrates(role, typed)
@@ -183,6 +198,37 @@ async def test_a_worker_makes_the_marks_of_a_dead_letter_stream_that_was_there_b
         await leader.wait_assigned()
         assert (await root.stream_info("orders-dlq-replays")).subjects == ("orders-dlq-replays.*",)
         assert not leader.health.reasons
+
+
+def _start_watch(said: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    with said.open("wb") as out:
+        return subprocess.Popen(command("priority", "watch", "--json"), stdout=out, env=environment(**variables))
+
+
+async def test_an_observer_watches_the_stream_of_the_fleet_when_it_names_none(
+    guarded: Server, deployment: Deployment, root: JetStreamApi, tmp_path: Path
+) -> None:
+    await root.put_consumer(ORDERS.stream, SHARED, action="create")
+    said = tmp_path / "said"
+    pulling = await Connection.open(root_settings(guarded.url), name="pulling")
+    async with ORDERS.app(guarded.url, "leader", Record().handle, PARTITIONS).running() as leader:
+        await leader.wait_assigned()
+        watch = _start_watch(said, deployment.variables(guarded.url, "observer"))
+        try:
+            await eventually(lambda: len(whole_lines(said)) == 1, 20)
+            await root.publish("orders.in.p0", b"x")
+            async with PullClient(pulling, stream="ORDERS", consumer="shared", group="g") as client:
+                (await anext(client)).ack()  # and it gives the pin back when it leaves
+            await eventually(lambda: len(whole_lines(said)) == 3, 10)
+            watch.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(watch.wait, EXIT_S) == 0
+        finally:
+            watch.kill()
+            watch.wait(EXIT_S)
+            await pulling.close()
+    events = [json.loads(line) for line in whole_lines(said)]
+    assert [each["event"] for each in events] == ["now", "pinned", "unpinned"]
+    assert {(each["stream"], each["consumer"]) for each in events} == {("ORDERS", "shared")}
 
 
 async def _migration(api: JetStreamApi) -> MigrationRecord:

@@ -74,9 +74,11 @@ async def test_without_permissions_names_keep_them_apart(capsys: pytest.CaptureF
             "KV_a-b",
             "SHARED",
             "a-b-dlq",
+            "a-b-dlq-replays",
             "a-b-history",
             "a-b-ledger",
             "a-dlq",
+            "a-dlq-replays",
             "a-history",
             "a-ledger",
         ]
