@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -25,6 +26,7 @@ from parti.errors import ConfigError, HandlerMissing
 from parti.telemetry.logs import configure_logging
 
 _T = TypeVar("_T")
+_PARTI = str(Path(__file__).parents[1])
 
 
 def worker(
@@ -138,11 +140,11 @@ def load_named(target: str, kind: type[_T], called: str) -> _T:
                 f"there is no module {error.name!r} here; run the command where it can be imported"
             ) from error
         raise HandlerMissing(
-            f"module {module_name!r} cannot be imported: it needs {error.name!r}{_place_of(error)}"
+            f"module {module_name!r} cannot be imported: it needs {error.name!r}{_place_of(error, module_name)}"
         ) from error
     except Exception as error:
         raise HandlerMissing(
-            f"module {module_name!r} fails on import: {describe(error)}{_place_of(error)}"
+            f"module {module_name!r} fails on import: {describe(error)}{_place_of(error, module_name)}"
         ) from error
     app = getattr(module, name, None)
     if not isinstance(app, kind):
@@ -151,18 +153,39 @@ def load_named(target: str, kind: type[_T], called: str) -> _T:
     return app
 
 
-def _place_of(error: Exception) -> str:
-    """File and line where a module failed: the innermost one of the user's own code."""
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+def _place_of(error: Exception, module_name: str) -> str:
+    """File and line where a module failed: the innermost one of the user's own code, else of a library."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno and not error.filename.startswith("<"):
         return f" (at {_short(error.filename)}, line {error.lineno})"
-    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    calls = [call for call in traceback.extract_tb(error.__traceback__) if not call.filename.startswith("<")]
-    own = [
-        call
-        for call in calls
-        if call.filename != __file__ and not any(call.filename.startswith(f"{path}{os.sep}") for path in libraries)
+    calls = [
+        (frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_given(_file_of(frame))
     ]
-    return f" (at {_short(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    package = module_name.partition(".")[0]
+    # An app may be installed like a library.
+    own = [
+        (frame, line)
+        for frame, line in calls
+        if not _is_installed(_file_of(frame)) or str(frame.f_globals.get("__name__")).partition(".")[0] == package
+    ]
+    found = own or calls
+    return f" (at {_short(_file_of(found[-1][0]))}, line {found[-1][1]})" if found else ""
+
+
+def _file_of(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _is_given(file: str) -> bool:
+    """Whether this belongs to Python or to parti, wherever parti itself is installed."""
+    if file.startswith(("<", f"{_PARTI}{os.sep}")):
+        return True
+    # Outside of a virtual environment, libraries lie inside of the directory of the standard library.
+    standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    return not _is_installed(file) and any(file.startswith(f"{path}{os.sep}") for path in standard)
 
 
 def _short(filename: str) -> str:
