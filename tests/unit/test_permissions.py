@@ -169,6 +169,8 @@ def test_the_page_of_the_roles_is_current() -> None:
         ),
         (["--stream", "S", "--role", "publisher"], "--role publisher: expected what it publishes to; add --subject"),
         (["--stream", "S", "--user", "ann\n}}}\nroot"], r"--user 'ann\n}}}\nroot': expected letters, digits and"),
+        (["--stream", "S", "--user", "admin", "--admin"], "--user 'admin': --admin makes the user 'admin', whose"),
+        (["--stream", "S", "--user", "Admin", "--admin"], "whose password is also $ADMIN_PASSWORD; choose another"),
         (["--stream", "S", "--account", "A\nnsc delete operator"], r"--account 'A\nnsc delete operator': expected"),
         (["--stream", "S", "--account", "$SYS"], "--account '$SYS': expected letters, digits and"),
         (["--stream", "S", "--subject", "a.\x1b.>"], r"subject 'a.\x1b.>' has characters that cannot be seen"),
@@ -202,6 +204,15 @@ def test_it_says_what_an_operator_lacks(capsys: pytest.CaptureFixture[str]) -> N
     assert "without --subject" in capsys.readouterr().err
     assert main(["perms", "--stream", "S", "--role", "operator", "--subject", "s.>"]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("layout", ["single", "accounts"])
+def test_a_role_that_is_named_twice_is_one_user(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["perms", "--stream", "S", "--layout", layout, "--role", "observer"]
+    assert main(arguments) == 0
+    once = capsys.readouterr().out
+    assert main([*arguments, "--role", "observer"]) == 0
+    assert capsys.readouterr().out == once
 
 
 def test_somebody_has_to_make_the_stream(capsys: pytest.CaptureFixture[str]) -> None:

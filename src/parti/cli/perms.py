@@ -16,12 +16,14 @@ from parti.config import Settings, load_settings
 from parti.core.accounts import THREAT_MODEL, account_claims, is_member, layout_commands, layout_config, layout_of
 from parti.core.hot_mirror import mirror_name
 from parti.core.permissions import (
+    ADMIN,
     ONE_ACCOUNT,
     UserPermissions,
     claims_of,
     config_style,
     inbox_of,
     jwt_style,
+    password_variable,
     permissions_of,
 )
 from parti.core.role_calls import ROLES, Names, Role
@@ -87,7 +89,8 @@ def perms(
     Exit codes: 0 printed, 2 refused.
     """
     settings = load_settings({"bucket": bucket})
-    roles = cast("list[Role]", [_choice("--role", each, ROLES) for each in role or _all_roles(subject, jobs_subject)])
+    named = dict.fromkeys(role or _all_roles(subject, jobs_subject))
+    roles = cast("list[Role]", [_choice("--role", each, ROLES) for each in named])
     _choice("--style", style, STYLES)
     _choice("--layout", layout, LAYOUTS)
     _choice("--retention", retention, RETENTIONS)
@@ -99,6 +102,11 @@ def perms(
             raise ConfigError(
                 f"{option} {name!r}: expected letters, digits and - _ . @ +, beginning with one of the first"
             )
+    if admin and user is not None and password_variable(user) == password_variable(ADMIN):
+        raise ConfigError(
+            f"--user {user!r}: --admin makes the user {ADMIN!r}, whose password is also "
+            f"${password_variable(ADMIN)}; choose another name, or leave out --admin"
+        )
     for each in (*(subject or ()), *(jobs_subject or ())):
         _check_subject(each)
     names = names_of(

@@ -20,6 +20,8 @@ from parti.model.subjects import covers
 RESPONSES = 1
 """Answers to one request that a worker may publish."""
 RESPONSE_TTL_S = 60
+ADMIN = "admin"
+"""The user who may do all, where one is asked for."""
 _SECOND_NS = 1_000_000_000
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "include"})
 """Words of nats-server's configuration that are no names."""
@@ -136,7 +138,7 @@ def users_lines(users: Sequence[UserPermissions], *, admin: bool = False) -> lis
     """The users of an account in nats-server's configuration."""
     lines = []
     if admin:
-        lines += ["      # makes streams and buckets; for people", "      { user: admin, password: $ADMIN_PASSWORD }"]
+        lines += ["      # makes streams and buckets; for people", _admin_line()]
     for user in users:
         lines += [f"      # {line}" for line in about(user)]
         lines += [
@@ -154,6 +156,10 @@ def users_lines(users: Sequence[UserPermissions], *, admin: bool = False) -> lis
             lines.append(f'          allow_responses {{ max: {RESPONSES}, ttl: "{RESPONSE_TTL_S}s" }}')
         lines += ["        }", "      }"]
     return lines
+
+
+def _admin_line() -> str:
+    return f"      {{ user: {ADMIN}, password: ${password_variable(ADMIN)} }}"
 
 
 def about(user: UserPermissions) -> list[str]:
