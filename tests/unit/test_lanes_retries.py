@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from decimal import Decimal
+from typing import Any
 
+import pytest
 from tests.unit.lanes_bench import Bench
 
 from parti.core.retry import Reject, Retry, RetryPolicy
@@ -95,6 +98,52 @@ async def test_retry_sets_its_own_delay(bench: Bench) -> None:
     await slow.acked(1)
     assert [attempt for _, _, attempt in slow.starts] == [1, 2]
     await slow.close()
+
+
+DECIMAL: Any = Decimal("0.001")
+
+
+class OwnRetry(Retry):
+    def __init__(self, delay: Any) -> None:  # without a call of the base class
+        self.delay = delay
+
+
+class BareRetry(Retry):
+    def __init__(self) -> None:
+        """Without a call of the base class."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Retry(DECIMAL), OwnRetry(float("nan")), OwnRetry("soon"), OwnRetry(-1), BareRetry()],
+    ids=["Decimal", "nan", "str", "negative", "bare"],
+)
+@pytest.mark.parametrize("kind", ["async", "plain"])
+async def test_a_retry_with_an_odd_delay_is_tried_as_often_as_others(bench: Bench, error: Retry, kind: str) -> None:
+    def fail(message: Message) -> None:
+        if message.seq == 1:
+            raise error
+
+    async def handler(message: Message) -> None:
+        fail(message)
+
+    bench.own("a")
+    bench.run_async(handler) if kind == "async" else bench.run_threads(fail)
+    bench.send("a", 1, 2)
+    await bench.acked(1, 2)
+    assert [(seq, attempt) for _, seq, attempt in bench.starts] == [(1, 1), (1, 2), (1, 3), (2, 1)]
+    assert [(seq, attempt) for seq, _, attempt in bench.letters.sent] == [(1, 3)]
+
+
+async def test_an_unordered_retry_with_an_endless_delay_is_given_back_for_a_day(unordered: Bench) -> None:
+    async def handler(message: Message) -> None:
+        raise Retry(10**400)
+
+    unordered.own("a")
+    unordered.run_async(handler)
+    unordered.send("a", 1)
+    await unordered.until(lambda: unordered.acks.given_back)
+    assert unordered.acks.given_back == [(1, 86_400.0)]
 
 
 async def test_an_exception_that_cannot_describe_itself_does_not_stop_the_worker(bench: Bench) -> None:

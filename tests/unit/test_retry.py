@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from typing import Any
+
 import pytest
 
 from parti.core.retry import (
@@ -63,6 +66,66 @@ def test_a_rejection_without_a_reason_still_has_a_text() -> None:
 def test_a_delay_that_no_clock_can_wait_for_is_refused(delay: float) -> None:
     with pytest.raises(ValueError, match="delay"):
         Retry(delay)
+
+
+@pytest.mark.parametrize(
+    ("delay", "wait_s"),
+    [
+        (10**400, 86_400.0),
+        (86_401, 86_400.0),
+        (1e300, 86_400.0),
+        (Decimal("0.5"), 0.5),
+        (Decimal("1e400"), 86_400.0),
+        (True, 1.0),
+    ],
+    ids=["huge int", "more than a day", "huge", "Decimal", "huge Decimal", "bool"],
+)
+def test_the_delay_of_a_retry_is_a_float_of_at_most_a_day(delay: Any, wait_s: float) -> None:
+    decision = after_failure(POLICY, 1, Retry(delay))
+    assert isinstance(decision, TryAgain)
+    assert (decision.delay_s, type(decision.delay_s)) == (wait_s, float)
+
+
+class OwnRetry(Retry):
+    def __init__(self, **fields: Any) -> None:  # without a call of the base class
+        self.__dict__.update(fields)
+
+
+class BrokenRetry(Retry):
+    @property
+    def delay(self) -> float:
+        raise RuntimeError("no delay")
+
+    @delay.setter
+    def delay(self, value: float) -> None:
+        """Take anything."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OwnRetry(),
+        OwnRetry(delay=None),
+        OwnRetry(delay=float("nan")),
+        OwnRetry(delay=Decimal("NaN")),
+        OwnRetry(delay=Decimal("sNaN")),
+        OwnRetry(delay="soon"),
+        OwnRetry(delay=1j),
+        OwnRetry(delay=[1]),
+        BrokenRetry(),
+    ],
+)
+def test_a_retry_whose_delay_is_no_number_waits_as_long_as_any_failure(error: Retry) -> None:
+    assert after_failure(POLICY, 2, error) == TryAgain(5.0)
+
+
+@pytest.mark.parametrize(
+    ("delay", "wait_s"),
+    [(-1, 0.0), (-(10**400), 0.0), (float("inf"), 86_400.0)],
+    ids=["negative", "huge negative", "infinite"],
+)
+def test_a_delay_that_was_not_checked_is_kept_within_bounds(delay: float, wait_s: float) -> None:
+    assert after_failure(POLICY, 1, OwnRetry(delay=delay)) == TryAgain(wait_s)
 
 
 def test_a_timeout_is_a_failure_like_others() -> None:

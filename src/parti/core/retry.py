@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isnan
 
 from parti.model.safe_text import one_line
 
+_MOST_DELAY_S = 86_400.0
+"""Longest wait that a handler may ask for: a day. The server takes nanoseconds in 64 bits, a timer takes a float."""
+
 
 class Retry(Exception):  # noqa: N818 - it steers, it is not an error
-    """Raise in a handler to try the message again after `delay` seconds.
+    """Raise in a handler to try the message again after `delay` seconds, at most a day.
 
     Counts as an attempt, so a message that always asks for another one ends in the dead-letter stream.
     """
+
+    delay: float | None = None  # a subclass may leave out the constructor
 
     def __init__(self, delay: float | None = None, reason: str = "handler asked for a retry") -> None:
         super().__init__(reason)
@@ -66,9 +71,20 @@ def after_failure(policy: RetryPolicy, attempt: int, error: BaseException) -> Tr
         return GiveUp("reject", _text(error) or type(error).__name__)
     if attempt >= policy.attempts:
         return GiveUp("dead_letter", describe(error))
-    if isinstance(error, Retry) and error.delay is not None:
-        return TryAgain(error.delay)
-    return TryAgain(policy.delay_s(attempt))
+    delay_s = asked_delay_s(error) if isinstance(error, Retry) else None
+    return TryAgain(policy.delay_s(attempt) if delay_s is None else delay_s)
+
+
+def asked_delay_s(error: Retry) -> float | None:
+    """The wait that a handler asks for, from 0 to a day; None when it asks for none, or for what is no number."""
+    try:
+        if error.delay is None:
+            return None
+        # Bounded before it is converted: an int may be too large for a float.
+        delay_s = float(min(max(error.delay, 0), _MOST_DELAY_S))
+    except Exception:  # a subclass may put anything there
+        return None
+    return None if isnan(delay_s) else delay_s
 
 
 def describe(error: BaseException) -> str:

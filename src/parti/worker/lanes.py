@@ -234,6 +234,16 @@ class Lanes:
         if lane.effort:
             lane.effort.seconds += elapsed_s
         message = message or lane.waiting[0]
+        attempt = message.attempt
+        try:
+            self._decide(lane, message, error)
+        except Exception:
+            # Whoever recovers the lane has it handled again. It must not be the same attempt for ever.
+            message.attempt = attempt + 1
+            raise
+
+    def _decide(self, lane: Lane, message: Message, error: BaseException) -> None:
+        """Have a message that failed tried again or dead-lettered, or leave it to the next owner."""
         if lane.phase is not Phase.CLOSED:
             self.failures.failed(lane, message, error)
             return
@@ -263,8 +273,7 @@ class Lanes:
         if lane.phase is _CLOSED:
             self.abandon(lane)
         elif lane.phase is Phase.RUNNING:
-            lane.phase = Phase.BACKOFF
-            self._loop.call_later(_RECOVERY_S, self._backoff_over, lane)
+            self._back_off(lane, _RECOVERY_S, self._backoff_over)
 
     def front(self) -> Lane | None:
         """The lane whose head is started next; None when nothing is ready."""
@@ -309,10 +318,14 @@ class Lanes:
 
     def try_again(self, lane: Lane, message: Message, decision: TryAgain) -> None:
         """Have the message handled again after a delay; its lane waits."""
-        lane.phase = Phase.BACKOFF
         self.roster.note_failed(lane.ownership.partition.id, message.seq, message.attempt)
         message.attempt += 1
-        self._loop.call_later(decision.delay_s, self._backoff_over, lane)
+        self._back_off(lane, decision.delay_s, self._backoff_over)
+
+    def _back_off(self, lane: Lane, delay_s: float, over: Callable[[Lane], None]) -> None:
+        """Start nothing of a lane until `over` is called. If no timer can be had, it is not waited for either."""
+        self._loop.call_later(delay_s, over, lane)
+        lane.phase = Phase.BACKOFF
 
     def _backoff_over(self, lane: Lane) -> None:
         if lane.phase is Phase.BACKOFF:
@@ -361,8 +374,8 @@ class Lanes:
         if head.seq != seq or head.attempt > attempts:
             return True
         head.attempt = attempts + 1
-        lane.phase, lane.started_s = Phase.BACKOFF, time.perf_counter()
-        self._loop.call_later(self.failures.pause_s(attempts), self._pause_over, lane)
+        lane.started_s = time.perf_counter()
+        self._back_off(lane, self.failures.pause_s(attempts), self._pause_over)
         return False
 
     def _pause_over(self, lane: Lane) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, MutableMapping
+from decimal import Decimal
 from typing import Any, TypeAlias
 
 import pytest
@@ -11,6 +13,7 @@ from tests.integration.conftest import eventually
 from tests.integration.hostile import ESCAPES, raw_publisher
 from tests.integration.jobs.kit import JobKit
 
+import parti
 from parti.errors import ConfigError
 from parti.jetstream.letters import Letters
 from parti.jobs import Job
@@ -79,6 +82,53 @@ async def test_an_exception_with_a_lone_surrogate_does_not_keep_a_job_from_being
     assert record.error.startswith("ValueError: no such customer: \\ud800\\x1b[2J")
     assert record.phrase.startswith("at \\ud800\\x1b[2J")
     assert await jobs.letters() == 1
+
+
+DECIMAL: Any = Decimal("0.05")
+
+
+class BareRetry(parti.Retry):
+    def __init__(self) -> None:
+        """Without a call of the base class."""
+
+
+@pytest.mark.parametrize("error", [BareRetry(), parti.Retry(DECIMAL)], ids=["bare", "Decimal"])
+async def test_a_job_that_asks_for_an_odd_delay_is_tried_as_often_as_any_other(
+    jobs: JobKit, error: parti.Retry
+) -> None:
+    tries: list[int] = []
+
+    async def handle(job: Job) -> None:
+        tries.append(job.attempt)
+        raise error
+
+    async with jobs.app(handle, attempts=2).running() as worker:
+        (seq,) = await jobs.publish({"n": 1})
+        await eventually(jobs.all_settled, SOON_S)
+        assert worker.health.healthy, dict(worker.health.reasons)
+    record = await jobs.record(seq)
+    assert record is not None
+    assert (record.state, record.failures, tries) == (JobState.FAILED, 2, [1, 2])
+    assert await jobs.letters() == 1
+
+
+async def test_a_job_that_asks_for_an_endless_delay_waits_for_a_day(jobs: JobKit) -> None:
+    async def handle(job: Job) -> None:
+        raise parti.Retry(10**400)
+
+    async with jobs.app(handle, attempts=2).running() as worker:
+        (seq,) = await jobs.publish({"n": 1})
+
+        async def waits() -> bool:
+            record = await jobs.record(seq)
+            return record is not None and record.failures == 1 and worker.held == 0
+
+        await eventually(waits, SOON_S)
+        record = await jobs.record(seq)
+        assert record is not None
+        assert record.state is JobState.WAITING
+        assert time.time() + 86_000 < record.next_s <= time.time() + 86_400
+        assert worker.health.healthy, dict(worker.health.reasons)
 
 
 async def test_a_failed_job_with_a_large_payload_is_sent_again_from_its_original(jobs: JobKit) -> None:
