@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from tests.unit.lanes_bench import Bench, nothing
+from tests.unit.lanes_bench import BOUND_S, Bench, Signal, nothing
 
+from parti.core.retry import RetryPolicy
 from parti.model.message import Message
 
 
@@ -80,6 +82,28 @@ async def test_an_outcome_that_is_never_settled_holds_up_its_own_partition_only(
     assert bench.started("a") == [1, 1, 2]
 
 
+@pytest.mark.parametrize("kind", ["async", "plain"])
+async def test_a_failure_that_cannot_be_settled_counts_as_an_attempt(kind: str) -> None:
+    """Here because no timer takes the wait. So it comes to an end, and others of the partition are handled."""
+    waits: Any = ("soon",)
+    bench = Bench(policy=RetryPolicy(attempts=2, backoff_s=waits))
+
+    def fail(message: Message) -> None:
+        if message.seq == 1:
+            raise ValueError("bad")
+
+    async def handler(message: Message) -> None:
+        fail(message)
+
+    bench.own("a")
+    bench.run_async(handler) if kind == "async" else bench.run_threads(fail)
+    bench.send("a", 1, 2)
+    await bench.acked(1, 2)
+    assert [(seq, attempt) for _, seq, attempt in bench.starts] == [(1, 1), (1, 2), (2, 1)]
+    assert bench.letters.sent == [(1, "ValueError: bad", 2)]
+    await bench.close()
+
+
 async def test_a_handler_that_cancels_its_own_task_stops_nothing(bench: Bench) -> None:
     async def handler(message: Message) -> None:
         if message.seq == 1:
@@ -128,6 +152,68 @@ async def test_a_handler_that_exits_is_a_handler_that_failed(bench: Bench, error
     bench.send("a", 1, 2)
     await bench.acked(1, 2)
     assert bench.started("a") == [1, 1, 1, 2]
+
+
+class ThreadLimit:
+    """Lets so many threads of handlers start, as in a container; `refused` counts the others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int, signal: Signal) -> None:
+        self.allowed = allowed
+        self.refused = 0
+        start = threading.Thread.start
+
+        def start_or_refuse(thread: threading.Thread) -> None:
+            if thread.name.startswith("parti-handler"):
+                if not self.allowed:
+                    self.refused += 1
+                    signal.fire()
+                    raise RuntimeError("can't start new thread")
+                self.allowed -= 1
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+
+
+async def test_a_worker_that_is_short_of_threads_may_start_only_what_it_has_threads_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for a thread that the system does not give is no stall, while those that there are have work."""
+    doors = {seq: threading.Event() for seq in (1, 2, 3)}
+    threads = ThreadLimit(monkeypatch, 1, bench.signal)
+    bench.own("a", "b", "c")
+    runners = bench.run_threads(lambda message: doors[message.seq].wait(10 * BOUND_S), threads=16)
+
+    def may_start() -> bool:
+        return runners.may_start
+
+    bench.send("a", 1)
+    await bench.until(lambda: bench.started() == [1])
+    bench.send("b", 2)
+    await bench.until(lambda: threads.refused >= 1)
+    assert not may_start()
+    await bench.until(lambda: threads.refused >= 2)
+    assert not may_start(), "as short of threads as before"
+    threads.allowed = 2
+    await bench.until(lambda: bench.started() == [1, 2])
+    assert may_start(), "there are threads again"
+    bench.send("c", 3)
+    await bench.until(lambda: bench.started() == [1, 2, 3])
+    for door in doors.values():
+        door.set()
+    await bench.acked(1, 2, 3)
+
+
+async def test_a_worker_that_gets_no_thread_at_all_is_to_start_something(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = ThreadLimit(monkeypatch, 0, bench.signal)
+    bench.own("a")
+    runners = bench.run_threads(lambda message: None)
+    bench.send("a", 1)
+    await bench.until(lambda: threads.refused >= 1)
+    assert runners.may_start
+    threads.allowed = 1
+    await bench.acked(1)
 
 
 async def test_a_thread_that_cannot_start_is_started_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

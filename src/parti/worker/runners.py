@@ -291,6 +291,8 @@ class ThreadRunners:
         self._idle = 0
         self._threads: list[threading.Thread] = []
         self._short_of_threads = False
+        """The system refused the last thread that was to be started."""
+        self._retry: asyncio.TimerHandle | None = None
         self._done: deque[_Outcome | None] = deque()
         self._signalled = False
         self._stopping = False
@@ -310,7 +312,7 @@ class ThreadRunners:
             self._idle -= 1
             waiting -= 1
             self._wake.release()
-        while waiting and len(self._threads) < self._limit and not self._short_of_threads:
+        while waiting and len(self._threads) < self._limit and self._retry is None:
             waiting -= 1
             thread = threading.Thread(target=self._run, name=f"parti-handler-{len(self._threads)}", daemon=True)
             try:
@@ -318,12 +320,13 @@ class ThreadRunners:
             except RuntimeError as error:  # the system's limit, of a container for example
                 _log.error("a thread cannot be started, will try again", threads=len(self._threads), error=str(error))
                 self._short_of_threads = True
-                self._loop.call_later(_THREAD_RETRY_S, self._try_threads)
+                self._retry = self._loop.call_later(_THREAD_RETRY_S, self._try_threads)
                 return
+            self._short_of_threads = False
             self._threads.append(thread)
 
     def _try_threads(self) -> None:
-        self._short_of_threads = False
+        self._retry = None
         self.kick()
 
     # ── in threads ────────────────────────────────────────────────────────────────────────────────────────────
@@ -428,7 +431,8 @@ class ThreadRunners:
     @property
     def may_start(self) -> bool:
         """Whether a thread is free, or may be started."""
-        return len(self._running) < self._limit
+        limit = max(1, len(self._threads)) if self._short_of_threads else self._limit
+        return len(self._running) < limit
 
     def at_work(self) -> set[Lane]:
         """Lanes whose handler runs."""
