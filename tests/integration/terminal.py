@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from typing import IO
 
 from tests.integration.processes import command, environment
 
@@ -17,14 +18,14 @@ from tests.integration.processes import command, environment
 class Terminal:
     """A command on a terminal of its own."""
 
-    def __init__(self, *arguments: str, code: str = "") -> None:
-        """Run `parti` with these arguments, or a piece of Python."""
+    def __init__(self, *arguments: str, code: str = "", stdout: IO[bytes] | None = None) -> None:
+        """Run `parti` with these arguments, or a piece of Python. `stdout`: a file in place of the terminal."""
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-c", code] if code else command(*arguments),
             stdin=slave,
-            stdout=slave,
+            stdout=stdout or slave,
             stderr=slave,
             env=environment(TERM="xterm"),
         )

@@ -267,7 +267,7 @@ async def _confirm(migrator: Migrator, action: Action, manner: Manner, *, yes: b
     would = (await migrator.foresee(action, manner)).removeprefix("would ")
     if not can_ask():
         raise ConfigError(f"this would {would}; say --yes if that is meant")
-    if not await confirmed(f"This will {would}. Go on?"):
+    if not await confirmed(f"This will {would}. Go on?", err=True):
         raise ConfigError("nothing was done")
     return True
 

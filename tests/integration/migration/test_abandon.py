@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from pathlib import Path
 
 import pytest
 from tests.integration.conftest import becomes_pending, eventually
@@ -51,6 +53,23 @@ async def test_ctrl_c_at_the_question_ends_it_and_changes_nothing(make_scene: Ma
         assert await terminal.ends() == 130
         assert "Traceback" not in terminal.text
         assert await scene.everything() == before
+
+
+async def test_the_question_is_no_part_of_an_answer_that_goes_into_a_file(
+    make_scene: MakeScene, tmp_path: Path
+) -> None:
+    scene = await make_scene(2)
+    async with scene.old_worker():
+        await scene.does(*scene.shadow)
+        await scene.publish(1)
+        await scene.settles()
+    with (tmp_path / "answer").open("w+b") as answer:
+        terminal = Terminal("migrate", *ABANDON, "--json", *place(scene.kit), stdout=answer)
+        await eventually(lambda: "[y/N]: " in terminal.text, 10)
+        terminal.type("y\n")
+        assert await terminal.ends() == 0
+        answer.seek(0)
+        assert json.load(answer)["phase"] == "abandoned"
 
 
 @pytest.mark.parametrize("retention", ["limits", "interest"])
