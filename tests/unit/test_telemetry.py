@@ -402,27 +402,51 @@ def test_many_half_open_connections_keep_no_probe_out_and_no_more_threads_than_a
     assert len(log.getvalue().splitlines()) < 10
 
 
+class Slow(Health):
+    """Health that is told only when it may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        self.entered.set()
+        self.go_on.wait(20)
+        return {}
+
+
+def is_full_with_one(server: MetricsServer, health: Slow) -> None:
+    """While one connection is being answered the next is refused; after that there is room again."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as first:
+        first.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert health.entered.wait(20)
+        try:
+            assert request(server, "/metrics")[::2] == (503, "too many connections; wait\n")
+        finally:
+            health.go_on.set()
+        with first.makefile("rb") as answer:
+            assert answer.read().startswith(b"HTTP/1.0 200")  # to its end: by then the connection counts no more
+    assert request(server, "/metrics")[0] == 200
+
+
 def test_when_all_connections_are_being_answered_a_new_one_is_refused_in_a_line() -> None:
-    entered, go_on = threading.Event(), threading.Event()
+    health = Slow()
+    with MetricsServer(Metrics("w"), health, limits=HttpLimits(connections=1)) as server:
+        is_full_with_one(server, health)
 
-    class Slow(Health):
-        @property
-        def reasons(self) -> Mapping[str, str]:
-            entered.set()
-            go_on.wait(20)
-            return {}
 
-    with MetricsServer(Metrics("w"), Slow(), limits=HttpLimits(connections=1)) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as first:
-            first.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-            assert entered.wait(20)
-            try:
-                assert request(server, "/metrics")[::2] == (503, "too many connections; wait\n")
-            finally:
-                go_on.set()
-            with first.makefile("rb") as answer:
-                assert answer.read().startswith(b"HTTP/1.0 200")  # to its end: by then the connection counts no more
-        assert request(server, "/metrics")[0] == 200
+def test_a_connection_that_gets_no_thread_is_closed_and_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    health = Slow()
+    with MetricsServer(Metrics("w"), health, limits=HttpLimits(connections=1)) as server:
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(ConnectionError):
+                request(server, "/metrics")
+        is_full_with_one(server, health)
 
 
 class Terminal(io.StringIO):

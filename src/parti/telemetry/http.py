@@ -165,11 +165,7 @@ class _Server(ThreadingHTTPServer):
                 request.send(_REFUSAL, socket.MSG_DONTWAIT)
             super().shutdown_request(request)
             return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started
-            self.shutdown_request(request)
-            raise
+        super().process_request(request, client_address)  # whoever calls this shuts down what gets no thread
 
     def answers(self, request: socket.socket) -> bool:
         """Note that a request is complete; False: it was given up before."""
