@@ -14,13 +14,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-_KEY = re.compile(r"\s*(S[A-Z2-7]{40,}|eyJ|-----BEGIN|MI[A-Za-z0-9+/]{60})")
-
-
-def looks_like_key(text: str) -> bool:
-    """Tell whether `text` seems to be a seed, a JWT or a PEM key, given where a path was expected."""
-    return "\n" in text or _KEY.match(text) is not None
-
 
 def _split(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value

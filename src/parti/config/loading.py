@@ -21,8 +21,7 @@ from parti.config.sources import (
     reading_from,
 )
 from parti.errors import ConfigError
-from parti.model.safe_text import strip_userinfo
-from parti.setting_types import looks_like_key
+from parti.model.safe_text import looks_like_key, strip_userinfo
 
 
 def load_settings(

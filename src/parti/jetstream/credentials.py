@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from parti.errors import ConfigError
+from parti.model.safe_text import looks_like_key
 
 _JWT = re.compile(rb"BEGIN NATS USER JWT-+\s+([\w.-]+)\s+-")
+# No path looks like this: as long as half a key, nothing but letters and digits, and no directory to begin with.
+_BASE64 = re.compile(r"(?!/\w{1,20}/)[A-Za-z0-9+/=]{41,}")
 _SEED = re.compile(rb"BEGIN USER NKEY SEED-+\s+([A-Z2-7]+)\s+-")
 
 
@@ -75,13 +78,13 @@ class KeyFile:
         return match[1]
 
     def _where(self) -> str:
-        return str(self.path)
+        return shown_path(self.path)
 
     def _read(self) -> bytes:
         try:
             return self.path.read_bytes()
         except OSError as error:
-            raise ConfigError(f"{self.setting}: cannot read {self.path}: {error.strerror}") from None
+            raise ConfigError(f"{self.setting}: cannot read {self._where()}: {error.strerror}") from None
 
 
 class KeyVariable(KeyFile):
@@ -105,19 +108,27 @@ def secret_variable(name: str, setting: str) -> str:
     return value
 
 
+def shown_path(path: str | Path | None) -> str:
+    """A path for an error message, unless it looks like the key itself, given in place of its file."""
+    text = str(path)
+    if text.isprintable() and not looks_like_key(text) and not _BASE64.fullmatch(text):
+        return text
+    return f"a path of {len(text)} characters (not shown, it may be the key itself)"
+
+
 def tls_context(ca: str | Path | None, cert: str | Path | None, key: str | Path | None) -> ssl.SSLContext:
     """What TLS needs, from PEM files; ConfigError when one of them is unusable."""
     try:
         context = ssl.create_default_context(cafile=ca)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"tls_ca: cannot use {ca}: {_one_line(error)}; expected PEM") from None
+        raise ConfigError(f"tls_ca: cannot use {shown_path(ca)}: {_one_line(error)}; expected PEM") from None
     if cert is not None:
         try:
             # Without a password callable OpenSSL asks on the terminal when the key is encrypted.
             context.load_cert_chain(cert, key, password=str)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"tls_cert, tls_key: cannot use {cert} with {key}: {_one_line(error)}; "
+                f"tls_cert, tls_key: cannot use {shown_path(cert)} with {shown_path(key)}: {_one_line(error)}; "
                 f"expected a PEM certificate and its unencrypted key"
             ) from None
     return context

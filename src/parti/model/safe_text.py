@@ -47,6 +47,11 @@ Behind a bare name and a colon only what is in quotes: "password: the variable P
 _NAMES = ("pass", "pwd", "secret", "token", "key", "sig", "authorization")
 """One of these is in every such name. Looking for them costs a tenth of looking for the pattern."""
 _SECRET = re.compile(r"\bS[A-Z2-7]{57}\b|(?<![\w-])eyJ[\w-]++\.[\w-]++\.[\w-]++")  # NKey seeds and JWTs
+# What begins a PEM file, also in base64; an NKey seed; a JWT; the base64 of a key in DER or of OpenSSH's.
+_KEY = re.compile(
+    r"[\r\n]|-----(?:BEGIN|END)\b|\b(?:BEGIN|END) [A-Z0-9 ]{1,40}-----|LS0tLS1CRUdJTi"
+    r"|^\s*[\"']?(?:S[A-Z2-7]{40}|eyJ|M[A-I][A-Za-z0-9+/]{58}|b3BlbnNzaC1rZXkt)"
+)
 _BYTES = re.compile(r"\\x[89a-f][0-9a-f]")
 _DIGITS = 16
 _LONGEST_WORD = 256
@@ -93,6 +98,15 @@ def strip_userinfo(text: str) -> str:
             done = last + 1
     kept.append(text[done:])
     return "".join(kept)
+
+
+def looks_like_key(text: str) -> bool:
+    """Whether this seems to be a seed, a JWT or a private key, pasted where the path of its file was expected.
+
+    >>> looks_like_key("/etc/nats/worker.key"), looks_like_key("MC4CAQAwBQYDK2VwBCIEI" + "x" * 43)
+    (False, True)
+    """
+    return _KEY.search(text) is not None
 
 
 def without_secrets(text: str) -> str:

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 from parti.errors import ConfigError
 from parti.jetstream.target import Target
 from parti.model.partition import Template
+from parti.model.safe_text import looks_like_key
 from parti.model.subjects import tokens_of
 
 CONNECTION_OPTIONS = (
@@ -79,8 +80,6 @@ _HEADER_FORMS: Mapping[str, HeaderForm] = {
 _MAX_RECORDS = 500_000
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SEED = re.compile(r"S[A-Z][A-Z2-7]{50,}")
-_CONTENTS = re.compile(r"-----BEGIN|^(S[A-Z][A-Z2-7]{50,}$|eyJ[\w-]+\.|MI[A-Za-z0-9+/]{60})")
-"""What PEM, a seed, a JWT and a key in base64 look like, in place of the name of a file."""
 _MOST_DIGITS = 18
 
 
@@ -241,7 +240,7 @@ class _Options:
     def file(self, name: str) -> str | None:
         """The name of a file; what looks like its contents is refused and not shown."""
         value = self.text(name)
-        if value is not None and (not value.isprintable() or _CONTENTS.search(value)):
+        if value is not None and (not value.isprintable() or looks_like_key(value)):
             raise ConfigError(
                 f"{name}: this is no name of a file (the value is not shown, it may be a secret); "
                 f"put the secret into a file and give its path here"
