@@ -39,7 +39,7 @@ from fuzz.raw import Raw, RawClient, as_subject
 from fuzz.target import Crashes, WrongError
 from fuzz.targets.records import EXAMPLES
 from fuzz.targets.screen import check_clean
-from fuzz.targets.situations import single_records
+from fuzz.targets.situations import ODD_NAMES, single_records
 from parti.config import Settings
 from parti.console.server import prepare, running_console, url_of
 from parti.coordination.control_plane import ControlPlane
@@ -168,7 +168,7 @@ def hostile_record(chance: random.Random, bucket: str) -> Raw:
     key, _, value = line.partition(b" ")
     kind, _, name = key.partition(b".")
     if name and kind not in {b"leader"}:
-        names = [b"w-0", b"worker-0", b"worker-1", b"c0.=2A", b"h0.=2A", b"nobody", b"old.consumers"]
+        names = [b"w-0", b"worker-0", b"worker-1", b"c0.=2A", b"h0.=2A", b"nobody", b"old.consumers", *ODD_NAMES]
         key = kind + b"." + chance.choice(names)
     if chance.random() < 0.1:
         key = b"progress.worker-%d" % chance.randrange(WORKERS)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from fuzz.target import Target
 from fuzz.targets.records import readable
-from fuzz.targets.situations import entries_in, single_records, whole_fleet
+from fuzz.targets.situations import entries_in, odd_records, single_records, whole_fleet
 from parti.coordination.assignments import Assignments
 from parti.coordination.claims import ClaimStore
 from parti.coordination.membership import Membership
@@ -14,7 +14,7 @@ from parti.coordination.orders import Situation
 from parti.core.fleet_view import FleetView, Policy
 from parti.core.loads import LoadBook
 from parti.core.planner import Planner
-from parti.model.fleet import HealthRecord, LoadRecord, decode, encode, name_of
+from parti.model.fleet import HealthRecord, LoadRecord, decode, encode, is_key, name_of
 from parti.strategies import strategy_named
 
 _STRATEGIES = ("sticky", "weighted")
@@ -30,7 +30,7 @@ class _Office:
 def one(data: bytes) -> None:
     """Read a fleet as a new rebalancer does, and take a few decisions."""
     strategy, body = _STRATEGIES[(data[0] if data else 0) % len(_STRATEGIES)], data[1:]
-    entries = entries_in(body)
+    entries = {key: entry for key, entry in entries_in(body).items() if is_key(key)}  # as the control plane reads
 
     def of(kind: str) -> dict[str, Any]:
         return {key: entry for key, entry in entries.items() if key.startswith(f"{kind}.")}
@@ -76,8 +76,9 @@ def one(data: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """A whole fleet for each strategy, and each record alone."""
-    return [b"\0" + whole_fleet(), b"\1" + whole_fleet(), *(b"\0" + each for each in single_records())]
+    """A whole fleet for each strategy, each record alone, and fleets with odd keys."""
+    alone = [b"\0" + each for each in (*single_records(), *odd_records())]
+    return [b"\0" + whole_fleet(), b"\1" + whole_fleet(), *alone]
 
 
 TARGET = Target("leader", one, seeds)

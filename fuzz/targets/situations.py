@@ -22,6 +22,7 @@ from parti.model.fleet import (
     encode,
 )
 from parti.model.history import HistoryRecord
+from parti.model.safe_text import text_of
 
 KEYS: dict[str, type[msgspec.Struct]] = {
     "fleet": FleetRecord,
@@ -40,12 +41,19 @@ KEYS: dict[str, type[msgspec.Struct]] = {
 }
 
 
+ODD_NAMES = (b"\xff", b"w.x", b"p9/x", b"worker=2D0", b"=C3", b"=3", b"\x1b[2J", b"*")
+"""What `key_of` would not make, or not of a name that is used."""
+
+
 def entries_in(data: bytes) -> dict[str, Entry]:
-    """The records of an input, by key; a line without a value is a key that was deleted."""
+    """The records of an input, by key, as a watch gives them.
+
+    A line that is a key alone is one that was deleted; behind a blank there may be a value of no bytes.
+    """
     found = {}
     for revision, line in enumerate(data.split(b"\n")[:40], start=1):
-        key, _, value = line.partition(b" ")
-        found[key.decode("utf-8", "replace")] = Entry(value, revision)
+        key, blank, value = line.partition(b" ")
+        found[text_of(key)] = Entry.of(value, revision, {} if blank else {"KV-Operation": "DEL"})
     return found
 
 
@@ -62,6 +70,16 @@ def whole_fleet() -> bytes:
 def single_records() -> list[bytes]:
     """Each record alone."""
     return [b"%b %b" % (key.encode(), _value(kind)) for key, kind in KEYS.items()]
+
+
+def odd_records() -> list[bytes]:
+    """Fleets with records under keys that parti never writes, and with values of no bytes."""
+    kinds = {key.partition(".")[0].encode(): _value(kind) for key, kind in KEYS.items() if "." in key}
+    return [
+        b"\n".join((whole_fleet(), *(b"%b.%b %b" % (kind, name, value) for name in ODD_NAMES)))
+        for kind, record in kinds.items()
+        for value in (record, b"")
+    ]
 
 
 def _value(kind: type[msgspec.Struct]) -> bytes:

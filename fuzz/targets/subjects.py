@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuzz.feed import Feed
 from fuzz.target import Target, WrongError
 from parti.errors import ConfigError, SubjectMismatch
-from parti.model.fleet import key_of, name_of
+from parti.model.fleet import is_key, key_of, name_of
 from parti.model.mapping import SubjectMapping, stored_subjects
 from parti.model.partition import Template
 from parti.model.state import chunk_subject, parse_chunk_subject, state_key, token_of
@@ -87,8 +87,9 @@ def _name(name: str) -> None:
     key = key_of("claims", name)
     if not key.isascii() or any(c.isspace() for c in key):
         raise WrongError("a key has characters that keys must not have")
-    if name_of(key) != name:
+    if name_of(key) != name or not is_key(key):
         raise WrongError("a name is not found again in its key")
+    is_key(f"claims.{name}")  # of anything
     state_key(name)
     if "." in token_of(name):
         raise WrongError("the token of a partition is more than one")

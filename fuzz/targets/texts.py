@@ -6,15 +6,16 @@ import io
 import json
 import logging
 from datetime import UTC, datetime
+from typing import Any
 
 import structlog
 
 from fuzz.feed import Feed
-from fuzz.hostile import TEXTS
+from fuzz.hostile import TEXTS, VALUES
 from fuzz.target import Target, WrongError
 from fuzz.targets.screen import check_clean
 from parti.core.dead_letter import reason_of
-from parti.core.retry import GiveUp, Reject, Retry, RetryPolicy, after_failure, describe
+from parti.core.retry import GiveUp, Reject, Retry, RetryPolicy, TryAgain, after_failure, describe
 from parti.model.fleet import HealthRecord, LeaderRecord, decode, encode
 from parti.model.job import JobRecord, JobState, decode_job, encode_job
 from parti.model.safe_text import text_of
@@ -22,6 +23,7 @@ from parti.telemetry.health import Health
 from parti.telemetry.logs import configure_logging
 
 _AT = datetime(2026, 11, 18, tzinfo=UTC)
+_DAY_S = 86_400.0
 
 
 class _MuteError(Exception):
@@ -29,6 +31,13 @@ class _MuteError(Exception):
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
+
+
+class _OddRetry(Retry):
+    """Asks for a delay that may be anything."""
+
+    def __init__(self, delay: Any) -> None:  # that of the base class would refuse it
+        self.delay = delay
 
 
 def one(data: bytes) -> None:
@@ -42,15 +51,18 @@ def one(data: bytes) -> None:
         KeyError(text),
         _MuteError(),
     )
-    error = errors[kind % len(errors)]
+    error = errors[kind] if kind < len(errors) else _OddRetry(feed.pick(VALUES))
     _records(error, text_of(feed.chunk()))
     _health(text)
     _logs(feed, error, text)
 
 
 def _records(error: BaseException, subject: str) -> None:
-    """What a worker says of a failure can be written, and read again."""
+    """What a worker says of a failure can be written, and read again; and it can wait as long as it is told."""
     said = describe(error)
+    again = after_failure(RetryPolicy(), 1, error)
+    if isinstance(again, TryAgain) and not (type(again.delay_s) is float and 0 <= again.delay_s <= _DAY_S):
+        raise WrongError(f"no timer takes a delay of {again.delay_s!r}")
     given = after_failure(RetryPolicy(), 3, error)
     reason = given.reason if isinstance(given, GiveUp) else said
     reason_of(reason)

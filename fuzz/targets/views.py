@@ -13,7 +13,7 @@ import msgspec
 from fuzz.target import Target, WrongError
 from fuzz.targets.records import readable
 from fuzz.targets.screen import screen
-from fuzz.targets.situations import entries_in, single_records, whole_fleet
+from fuzz.targets.situations import entries_in, odd_records, single_records, whole_fleet
 from parti.cli import status, top
 from parti.cli.control import open_console
 from parti.cli.workers import worker_table
@@ -77,8 +77,8 @@ def _document() -> Document:
 
 
 def seeds() -> list[bytes]:
-    """A whole fleet, and each record alone."""
-    return [whole_fleet(), *single_records()]
+    """A whole fleet, each record alone, and fleets with odd keys."""
+    return [whole_fleet(), *single_records(), *odd_records()]
 
 
 TARGET = Target("views", one, seeds)
