@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
-from tests.integration.conftest import Kit
+from structlog.testing import capture_logs
+from tests.integration.conftest import Kit, eventually
 
 from parti.config import Settings
 from parti.coordination.stall_notes import StallNotes
@@ -23,8 +25,17 @@ async def test_a_worker_that_has_another_id_after_its_stall_ends_the_note_of_the
     await asyncio.to_thread(notes.write, STALL, "stalled: blocked")
     del ids[0]
     await asyncio.to_thread(notes.write, STALL, "stalled: blocked", "recovered")
-    found = await bucket.get(key_of("stalls", "worker-1"))
-    assert found
-    assert found.value
-    assert decode(found.value, StallRecord).ended == RECOVERED
+
+    async def is_over() -> bool:
+        found = await bucket.get(key_of("stalls", "worker-1"))
+        return found is not None and bool(found.value) and decode(found.value, StallRecord).ended == RECOVERED
+
+    await eventually(is_over)
     assert await bucket.get(key_of("stalls", "worker-2")) is None
+
+
+async def test_a_note_that_cannot_be_written_keeps_nobody_waiting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf, capture_logs() as lines:
+        notes = StallNotes(Settings(nats=(f"nats://127.0.0.1:{deaf.getsockname()[1]}",)), lambda: "worker-1")
+        await asyncio.wait_for(asyncio.to_thread(notes.write, STALL, "stalled: blocked"), 1.5)
+        await eventually(lambda: any(line["event"] == "the stall could not be noted in the bucket" for line in lines))

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 import pytest
+import structlog
 from tests.pace import unhindered_s
 
 from parti.core.confirmed_floor import SETTLE_S, ConfirmedFloor
@@ -90,6 +91,7 @@ class Patient:
     def __init__(self, look: Callable[[], Look]) -> None:
         self.restarts: list[Stall] = []
         self.told: list[str] = []
+        self.tells_for_s = 0.0
         self.recovered = threading.Event()
         self.left = threading.Event()
         self.metrics = Metrics("w0")
@@ -99,10 +101,14 @@ class Patient:
             story=lambda: {"lanes": {"ready": 1}},
             restart=self.restarts.append,
             leave=lambda stall, reason: self.left.set(),
-            tell=lambda stall, reason: self.told.append(reason),
+            tell=self._tell,
             recovered=lambda stall, reason: self.recovered.set(),
         )
         self.watchdog = Watchdog(watched, self.metrics, self.health, stall_after_s=0.5, grace_s=0.5)
+
+    def _tell(self, stall: Stall, reason: str) -> None:
+        self.told.append(reason)
+        time.sleep(self.tells_for_s)
 
     async def until(self, event: threading.Event) -> None:
         assert await asyncio.to_thread(event.wait, 20)
@@ -144,6 +150,16 @@ async def test_an_event_loop_that_is_blocked_is_a_stall_and_the_line_that_blocks
     assert "event loop has not turned" in patient.told[0]
     assert "test_stall.py" in patient.told[0]
     assert not patient.restarts
+
+
+async def test_a_note_that_takes_long_is_not_taken_for_a_standstill_of_the_process() -> None:
+    patient = Patient(lambda: {PULLS: 1})
+    with structlog.testing.capture_logs() as lines:
+        patient.tells_for_s = 2.0
+        patient.watchdog.start()
+        await patient.until(patient.left)
+    assert patient.told
+    assert not [line for line in lines if line["event"] == "the whole process stood still"]
 
 
 async def test_a_look_that_fails_does_not_end_the_watch() -> None:

@@ -45,6 +45,7 @@ PLACES = {
     "worker/runners.py kick": "threads of handlers: whatever a call raises is posted to the event loop",
     "jetstream/connection.py _within": "awaited in the same function, whatever happens",
     "telemetry/watchdog.py start": "the watchdog's thread: each turn catches what it raises",
+    "coordination/stall_notes.py write": "a note of a stall: what it raises is logged, and the next one waits for it",
     "app/gil_guard.py exit_when_gil_is_held": "joined where it is made; what it calls to no avail is tried again",
     "telemetry/http.py start": "the thread of the metrics server: socketserver catches what a request raises",
     "spark/replay_desk.py __init__": "the desk's thread: what it raises is `failure`, which every lane looks at",

@@ -44,7 +44,7 @@ class Watched:
     restart: Callable[[Stall], None]
     """Restart what reads."""
     leave: Callable[[Stall, str], None]
-    """Called in the thread: the restart has not helped."""
+    """Called in the thread, like those below, and back at once: the restart has not helped."""
     tell: Callable[[Stall, str], None] = lambda stall, reason: None
     """Called in the thread: the worker stands still."""
     recovered: Callable[[Stall, str], None] = lambda stall, reason: None
@@ -92,10 +92,12 @@ class Watchdog:
     # ── in the thread ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        before_s = time.monotonic()
-        while not self._ending.wait(self._tick_s):
-            now_s = time.monotonic()
-            passed_s, before_s = now_s - before_s, now_s
+        while True:
+            # What a turn takes says nothing of the others: a process that was stopped sleeps too long.
+            asleep_s = time.monotonic()
+            if self._ending.wait(self._tick_s):
+                return
+            passed_s = time.monotonic() - asleep_s
             if passed_s > _STANDSTILL_TICKS * self._tick_s + 1.0:
                 _log.warning("the whole process stood still", seconds=round(passed_s, 1))
                 passed_s = self._tick_s
