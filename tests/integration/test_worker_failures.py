@@ -60,6 +60,26 @@ async def test_a_failing_message_is_retried_in_its_lane_then_dead_lettered_and_t
     }
 
 
+async def test_a_dead_letter_of_a_group_names_its_first_error_and_where_it_was_raised(kit: Kit) -> None:
+    async def parse(text: str) -> int:
+        return int(text)
+
+    async def handle(message: parti.Message) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(parse(message.data.decode()))
+
+    await kit.publish(["a"])
+    async with kit.app(handle, ["a"], attempts=1).running() as worker:
+        await eventually(lambda: worker.finished == 1)
+    (letter,) = await kit.dead_letters()
+    headers = headers_of(letter)
+    cause = "ValueError: invalid literal for int() with base 10: 'x'"
+    group = f"ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception): first: {cause}"
+    trace = headers["Parti-Traceback"].split("␤")
+    assert (headers["Parti-Error"], trace[-1]) == (group, group)
+    assert "return int(text)" in trace[trace.index(cause) - 1]
+
+
 async def test_retry_names_its_delay_and_reject_gives_up_at_once(kit: Kit, record: Record) -> None:
     sent = await kit.publish(["later", "never"])
 

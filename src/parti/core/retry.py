@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isnan
 
+from parti.core.error_groups import first_of
 from parti.model.safe_text import one_line
+
+_MOST_OF_GROUP = 240
+"""Characters that are shown of what a group says, so that its first error has room."""
 
 _MOST_DELAY_S = 86_400.0
 """Longest wait that a handler may ask for: a day. The server takes nanoseconds in 64 bits, a timer takes a float."""
@@ -88,17 +92,27 @@ def asked_delay_s(error: Retry) -> float | None:
 
 
 def describe(error: BaseException) -> str:
-    """One line for headers, records and logs: type and text, safe and bounded (`parti.model.safe_text`)."""
-    text = _words(error)
-    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    """One line for headers, records and logs: type and text, safe and bounded (`parti.model.safe_text`).
+
+    Of a group, its first error as well: the group itself says only how many there are.
+    """
+    first = first_of(error)
+    if first is None:
+        return one_line(_type_and_words(error))
+    return one_line(f"{one_line(_type_and_words(error), _MOST_OF_GROUP)}: first: {_type_and_words(first)}")
+
+
+def _type_and_words(error: BaseException) -> str:
+    words = words_of(error)
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _text(error: BaseException) -> str:
     """The error's own words on one line."""
-    return one_line(_words(error))
+    return one_line(words_of(error))
 
 
-def _words(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
     """What an error says; an exception of a handler may fail to find any words."""
     try:
         return str(error)
