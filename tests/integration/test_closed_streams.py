@@ -10,12 +10,13 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import pytest
 from tests.integration.conftest import Kit, Record, eventually
 from tests.integration.operations.operators import FLEET
-from tests.integration.processes import command, environment, write_app
+from tests.integration.processes import command, environment, whole_lines, write_app
 
 from parti.cli.streams import is_service
 
@@ -72,6 +73,48 @@ async def test_a_refusal_keeps_its_line_and_its_code() -> None:
     assert code == 2
     assert said.startswith("parti: ")
     assert said.count("\n") == 1
+
+
+FULL = "parti: cannot write to stdout: No space left on device; make room there, or send the output elsewhere\n"
+
+
+def full_disk() -> BinaryIO:
+    return Path("/dev/full").open("wb")
+
+
+async def ended_on_a_full_disk(*arguments: str) -> tuple[int, str]:
+    """Run a command whose stdout is a full disk: exit code and stderr."""
+    with full_disk() as full:
+        process = await asyncio.create_subprocess_exec(
+            *command(*arguments), stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=environment()
+        )
+    _, said = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["status"], ["status", "--json"], ["top", "--once"], ["partitions"], ["doctor"]],
+    ids=" ".join,
+)
+async def test_a_command_says_in_a_line_that_its_output_found_no_room(fleet: list[str], arguments: list[str]) -> None:
+    assert await ended_on_a_full_disk(*arguments, *fleet) == (1, FULL)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["perms", "--stream", "S", "--role", "observer"], ["init", "--help"]],
+    ids=" ".join,
+)
+async def test_so_does_a_command_that_asks_no_server(arguments: list[str]) -> None:
+    assert await ended_on_a_full_disk(*arguments) == (1, FULL)
+
+
+async def test_what_is_refused_before_it_writes_keeps_its_code_on_a_full_disk() -> None:
+    code, said = await ended_on_a_full_disk("perms", "--stream", "A.B")
+    assert code == 2
+    assert "expected a stream name" in said
 
 
 WATCHING = """
@@ -171,6 +214,29 @@ async def test_a_worker_whose_logs_nobody_reads_goes_on(kit: Kit, tmp_path: Path
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 20) == 0
         assert len(handled.read_text().splitlines()) == 40
+
+
+async def test_a_worker_whose_logs_find_no_room_goes_on(kit: Kit, tmp_path: Path) -> None:
+    target = write_app(tmp_path, kit, ["p0", "p1"], body='print("handling", message.seq, flush=True)', **FLEET)
+    with full_disk() as full:
+        process = await asyncio.create_subprocess_exec(
+            *command("worker", target, "--nats", kit.url, "--log-level", "debug"),
+            cwd=tmp_path,
+            env=environment(),
+            stdout=full,
+            stderr=full,
+        )
+    handled = tmp_path / "handled"
+    try:
+        for n in range(20):
+            await kit.api.publish(kit.subject(f"p{n % 2}"), b"x")
+        await eventually(lambda: len(whole_lines(handled)) == 20)
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_a_console_whose_lines_nobody_reads_goes_on(fleet: list[str]) -> None:

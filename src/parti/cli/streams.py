@@ -1,8 +1,9 @@
-"""Stdin, stdout and stderr of a command whose other ends may be closed, before it begins or while it runs.
+"""Stdin, stdout and stderr of a command whose other ends may be closed, or full, before it begins or while it runs.
 
 A command whose stdout nobody reads any more ends as Ctrl-C would end it, quietly, with the exit code that a shell
-gives for SIGPIPE. Services, such as workers, have better things to do: they go on, and what they would write is
-dropped. So are lines for a stderr that nobody reads.
+gives for SIGPIPE. One whose stdout takes no more, as on a full disk, ends in the same way, says so in a line and has
+the exit code 1. Services, such as workers, have better things to do: they go on, and what they would write is
+dropped. So are lines for a stderr that nobody reads or that takes no more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, TextIO
 
 BROKEN_PIPE = 128 + 13
 """What a shell gives for SIGPIPE, on systems that have none as well."""
+UNWRITTEN = 1
+"""What a command ends with whose output found no room."""
 _GONE = frozenset({errno.EPIPE, errno.EIO, errno.ECONNRESET})
 _SERVICES: dict[str, Collection[str]] = {
     "worker": (),
@@ -34,10 +37,11 @@ def is_service(words: Collection[str]) -> bool:
 
 
 class Streams:
-    """The streams of this process; `broken` once stdout was closed by its reader."""
+    """The streams of this process; `broken` once stdout was closed by its reader, `failed` once it took no more."""
 
     def __init__(self, *, service: bool) -> None:
         self.broken = False
+        self.failed = False
         self._ending = False
         self._service = service
 
@@ -50,18 +54,32 @@ class Streams:
             _keep_open(number)
         if sys.stdin is None:
             sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-        sys.stdout = _outlet(sys.stdout, 1, self._lost_stdout)
-        sys.stderr = _outlet(sys.stderr, 2, lambda: None)
+        sys.stdout = _outlet(sys.stdout, 1, self._lost_stdout, self._failed_stdout)
+        sys.stderr = _outlet(sys.stderr, 2, lambda: None, lambda error: None)
 
     def finish(self, code: int) -> int:
-        """Write what waits, and return the exit code: this one, unless stdout is closed."""
+        """Write what waits, and return the exit code: this one, unless stdout is closed or took no more."""
         self._ending = True
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        return BROKEN_PIPE if self.broken and not self._service else code
+        if self._service:
+            return code
+        return BROKEN_PIPE if self.broken else UNWRITTEN if self.failed else code
 
     def _lost_stdout(self) -> None:
         self.broken = True
+        self._end_command()
+
+    def _failed_stdout(self, error: OSError) -> None:
+        if self.failed:
+            return
+        self.failed = True
+        reason = error.strerror or error
+        sys.stderr.write(f"parti: cannot write to stdout: {reason}; make room there, or send the output elsewhere\n")
+        sys.stderr.flush()
+        self._end_command()
+
+    def _end_command(self) -> None:
         if not self._service and not self._ending:
             _lead_nowhere(2)  # nobody has interrupted it: there is nothing to say about that
             signal.raise_signal(signal.SIGINT)
@@ -83,9 +101,11 @@ def _lead_nowhere(number: int) -> None:
         os.close(nowhere)
 
 
-def _outlet(stream: TextIO | None, number: int, on_lost: Callable[[], None]) -> TextIO:
-    """The same as a stream of this process, except that a closed end is no error."""
-    raw: Any = _Outlet(number, on_lost)
+def _outlet(
+    stream: TextIO | None, number: int, on_lost: Callable[[], None], on_failed: Callable[[OSError], None]
+) -> TextIO:
+    """The same as a stream of this process, except that an end that is closed or full is no error."""
+    raw: Any = _Outlet(number, on_lost, on_failed)
     if not isinstance(stream, io.TextIOWrapper):
         return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace")
     stream.flush()
@@ -99,18 +119,23 @@ def _outlet(stream: TextIO | None, number: int, on_lost: Callable[[], None]) -> 
 
 
 class _Outlet(io.FileIO):
-    """Writes to a file of this process until its other end is gone, and then to nowhere."""
+    """Writes to a file of this process until its other end is gone, and then to nowhere.
 
-    def __init__(self, number: int, on_lost: Callable[[], None]) -> None:
+    What finds no room is dropped; what comes later may find some.
+    """
+
+    def __init__(self, number: int, on_lost: Callable[[], None], on_failed: Callable[[OSError], None]) -> None:
         super().__init__(number, "wb", closefd=False)
         self._on_lost = on_lost
+        self._on_failed = on_failed
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _GONE:
-                raise
-        _lead_nowhere(self.fileno())  # also what is written past this object, and by child processes
-        self._on_lost()
+            if error.errno in _GONE:
+                _lead_nowhere(self.fileno())  # also what is written past this object, and by child processes
+                self._on_lost()
+            else:
+                self._on_failed(error)
         return memoryview(data).nbytes
