@@ -273,9 +273,13 @@ async def test_a_letter_is_sent_with_no_original_but_its_own(
     assert "its payload was left beside it in the dead-letter stream and is gone there" in text
 
 
-async def test_no_subject_hides_the_dead_letter_of_its_message(kit: Kit, operator: Operator, letters: str) -> None:
-    subject = f"{kit.root}.{ORIGINALS}.9"
-    await kit.api.publish(subject, b"{}")
+@pytest.mark.parametrize("tokens", [f"{ORIGINALS}.9", "!>.9", ">a.9", "a*b.*9"])
+async def test_no_subject_hides_the_dead_letter_of_its_message(
+    kit: Kit, operator: Operator, letters: str, tokens: str
+) -> None:
+    subject = f"{kit.root}.{tokens}"
+    async with raw_publisher(kit.url) as publisher:
+        await publisher.pub(subject.encode(), b"{}")
     async with kit.app(refuse, subject=f"{kit.root}.{{word}}.{{number}}").running() as worker:
         await eventually(lambda: worker.metrics.dead_letters.value == 1, 10)
     (letter,) = (await operator.ask("dlq", "ls", "--nats", kit.url))["letters"]
