@@ -143,7 +143,7 @@ async def test_an_unordered_retry_with_an_endless_delay_is_given_back_for_a_day(
     unordered.run_async(handler)
     unordered.send("a", 1)
     await unordered.until(lambda: unordered.acks.given_back)
-    assert unordered.acks.given_back == [(1, 86_400.0)]
+    assert unordered.acks.given_back == [(1, 2_592_000.0)]
 
 
 async def test_an_exception_that_cannot_describe_itself_does_not_stop_the_worker(bench: Bench) -> None:

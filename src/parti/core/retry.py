@@ -12,12 +12,12 @@ from parti.model.safe_text import one_line
 _MOST_OF_GROUP = 240
 """Characters that are shown of what a group says, so that its first error has room."""
 
-_MOST_DELAY_S = 86_400.0
-"""Longest wait that a handler may ask for: a day. The server takes nanoseconds in 64 bits, a timer takes a float."""
+_MOST_DELAY_S = 30 * 86_400.0
+"""Longest wait that a handler may ask for: the server takes nanoseconds in 64 bits, a timer takes a float."""
 
 
 class Retry(Exception):  # noqa: N818 - it steers, it is not an error
-    """Raise in a handler to try the message again after `delay` seconds, at most a day.
+    """Raise in a handler to try the message again after `delay` seconds, at most thirty days.
 
     Counts as an attempt, so a message that always asks for another one ends in the dead-letter stream.
     """
@@ -80,7 +80,7 @@ def after_failure(policy: RetryPolicy, attempt: int, error: BaseException) -> Tr
 
 
 def asked_delay_s(error: Retry) -> float | None:
-    """The wait that a handler asks for, from 0 to a day; None when it asks for none, or for what is no number."""
+    """The wait that a handler asks for, at most thirty days; None when it asks for none, or for what is no number."""
     try:
         if error.delay is None:
             return None
