@@ -25,19 +25,26 @@ _SCHEME = re.compile(r"[A-Za-z][\w+.-]{0,30}://|(?<![\w/:])//|\bjdbc:oracle:\w{1
 # A comma-separated list of servers begins its next URL there.
 _WORD_END = re.compile(r"\s|,(?=(?:nats|tls|wss?)://)")
 _PASSWORD = re.compile(r"(?<![\w.%+/-])[\w.%+-]{1,64}+:[^\s@/'\"]{1,128}+@(?=[\w\[])")
-_QUOTE = r"\\?[\"']"
+_QUOTE = r"\\{0,3}[\"']"
+_PLAIN = r"(?:[^\s&;'\"\#]|['\"](?=\w))"
+"""A character of a value without quotes; a quote that no word follows ends the text that the value is in."""
 _NAMED = re.compile(
     rf"""(
         (?: passw(?:or)?d | passphrase | pwd | secret | (?<!fence)(?<!fence[_-])token
           | (?:access|account|api|private|secret)[_.-]?key | (?<![a-z])(?:pass|sig|signature) | authorization )
-        (?: (?<=authorization)[ ]{{0,2}}[:=][ ]{{0,2}}(?:(?:Basic|Bearer|Digest|Negotiate|NTLM|Token|Api-?Key)[ ]++)?
-          | (?:[\[\]\\"']{{0,4}}|%5D)[ ]{{0,2}}=(?!=)>?[ ]{{0,2}}
+        (?: # a header, as text or as a pair
+            (?<=authorization)[ ]{{0,2}}[:=][ ]{{0,2}}(?:(?:Basic|Bearer|Digest|Negotiate|NTLM|Token|Api-?Key)[ ]++)?
+          | (?<=authorization){_QUOTE},[ ]{{0,2}}(?=b?{_QUOTE})
+            # x=, x =, 'x' =>, a[x]=, a['x'] =, and the same escaped for a URL
+          | (?:[\[\]\\"']{{0,4}}|%5D)[ ]{{0,2}}(?:=(?!=)>?|%3D)[ ]{{0,2}}
+            # 'x': y and x: 'y'
           | {_QUOTE}[ ]{{0,2}}:[ ]{{0,2}}
           | [ ]{{0,2}}:[ ]{{0,2}}(?=b?{_QUOTE}) )
         # A value in quotes may be one of bytes, in a list or in a call: b'x', ['x'], Secret('x').
-        (?: (?:[bru]|[\w.]{{0,40}}[(\[])? ({_QUOTE}) )?
+        (?: (?:[\w.]{{0,40}}[(\[])?[bru]? ({_QUOTE}) )?
     )
-    (?(2) (?:(?!\2)\\?[^\n])++ | (?:[^\s&;'"\#]|['"](?=\w))++ )""",
+    # To the same quote, or to the end of the line if there is none; without quotes, what is in braces as a whole.
+    (?(2) (?:(?!\2)\\?[^\n])++ | (?={_PLAIN}) (?:\{{[^}}\n]*+\}}?)?+ {_PLAIN}*+ )""",
     re.IGNORECASE | re.VERBOSE,
 )
 """A value whose name says that it is secret: in a URL, a setting, a call, a dict, JSON or a header.
