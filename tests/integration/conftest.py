@@ -27,6 +27,7 @@ from parti.errors import NotFound, PartiError
 from parti.jetstream.api import ConsumerInfo, JetStreamApi
 from parti.jetstream.connection import Connection
 from parti.jetstream.kv import Bucket
+from parti.model.letter_mark import marks_stream
 from parti.telemetry.logs import configure_logging
 
 Sent = dict[str, list[int]]
@@ -231,7 +232,8 @@ class Kit:
         return letters
 
     async def clean_up(self) -> None:
-        for name in (self.stream, f"KV_b{self.root}", f"d{self.root}", f"b{self.root}-history"):
+        letters = f"d{self.root}"
+        for name in (self.stream, f"KV_b{self.root}", letters, marks_stream(letters), f"b{self.root}-history"):
             try:
                 await self.delete_stream(name)
             except NotFound:

@@ -26,6 +26,7 @@ from parti.errors import NotFound, PartiError
 from parti.jetstream.api import JetStreamApi
 from parti.jetstream.baseline import fetch_rate
 from parti.jetstream.connection import Connection
+from parti.model.letter_mark import marks_stream
 from parti.model.message import Message
 from parti.model.partition import Template
 from parti.model.safe_text import strip_userinfo
@@ -118,7 +119,8 @@ async def _measure(settings: Settings, plan: Plan, console: Console, *, quiet: b
                     rates.handled.append(await _handle(settings, name, plan, number))
                     done(1)
         finally:
-            for stream in (name, f"KV_{name}", f"{name}-dlq"):
+            letters = f"{name}-dlq"
+            for stream in (name, f"KV_{name}", letters, marks_stream(letters)):
                 with suppress(NotFound):
                     await api.call(f"STREAM.DELETE.{stream}")
     return rates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from typing import Any
 
 from tests.integration.conftest import Kit
 
+from parti.errors import NotFound
 from parti.jetstream.kv import Bucket, Entry
 from parti.jobs import Job, JobApp
 from parti.jobs.desk import JobDesk
 from parti.model.job import JobRecord, decode_job, record_key
+from parti.model.letter_mark import marks_stream
 
 QUICK: dict[str, Any] = {
     "heartbeat_interval_s": 0.1,
@@ -124,5 +127,7 @@ class JobKit:
         return (await self.kit.api.stream_info(f"d{self.prefix}")).messages
 
     async def clean_up(self) -> None:
-        for name in (self.stream, f"KV_{self.prefix}-jobs", f"d{self.prefix}"):
-            await self.kit.api.call(f"STREAM.DELETE.{name}")
+        letters = f"d{self.prefix}"
+        for name in (self.stream, f"KV_{self.prefix}-jobs", letters, marks_stream(letters)):
+            with contextlib.suppress(NotFound):  # marks are made by those that may lead
+                await self.kit.api.call(f"STREAM.DELETE.{name}")
