@@ -23,7 +23,7 @@ from parti.telemetry.health import Health
 from parti.telemetry.logs import configure_logging
 
 _AT = datetime(2026, 11, 18, tzinfo=UTC)
-_DAY_S = 86_400.0
+_LONGEST_S = 30 * 86_400.0
 
 
 class _MuteError(Exception):
@@ -61,7 +61,7 @@ def _records(error: BaseException, subject: str) -> None:
     """What a worker says of a failure can be written, and read again; and it can wait as long as it is told."""
     said = describe(error)
     again = after_failure(RetryPolicy(), 1, error)
-    if isinstance(again, TryAgain) and not (type(again.delay_s) is float and 0 <= again.delay_s <= _DAY_S):
+    if isinstance(again, TryAgain) and not (type(again.delay_s) is float and 0 <= again.delay_s <= _LONGEST_S):
         raise WrongError(f"no timer takes a delay of {again.delay_s!r}")
     given = after_failure(RetryPolicy(), 3, error)
     reason = given.reason if isinstance(given, GiveUp) else said
