@@ -173,7 +173,7 @@ async def test_an_error_hook_that_hangs_keeps_no_worker_from_handling_again(kit:
     told, proceed = list[Exception](), asyncio.Event()
 
     @app.on_error
-    async def page_somebody(error: Exception) -> None:
+    async def page_the_operator(error: Exception) -> None:
         told.append(error)
         await proceed.wait()
 
@@ -330,11 +330,11 @@ async def test_an_updater_is_tried_again_while_an_error_hook_hangs_which_is_told
     errors: list[Exception] = [ConfigError("cannot be"), ConfigError("still cannot be")]
     reading.fails = errors[::-1]
 
-    async def page_somebody(error: Exception) -> None:
+    async def page_the_operator(error: Exception) -> None:
         told.append(error)
         await proceed.wait()
 
-    async with managed(kit, reading, Hooks(on_error=[page_somebody])):
+    async with managed(kit, reading, Hooks(on_error=[page_the_operator])):
         try:
             await eventually(lambda: reading.updates == [("worker-0", PARTITIONS)], 5.0)
             assert told == errors[:1]

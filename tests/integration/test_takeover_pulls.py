@@ -55,7 +55,9 @@ async def test_it_passes_over_nothing_of_what_the_next_process_is_given(kit: Kit
             await eventually(lambda: record.of("new") == waits["new"], 15)
 
 
-async def test_pulls_of_an_update_that_outlives_a_reconnect_are_not_taken_for_somebody_elses(kit: Kit) -> None:
+async def test_pulls_of_an_update_that_outlives_a_reconnect_are_not_taken_for_those_of_another_process(
+    kit: Kit,
+) -> None:
     """Both wait for the connection: the new session that a reconnect asks for, and the update of the filter."""
     await kit.delete_stream()
     await kit.create_stream(retention="workqueue")

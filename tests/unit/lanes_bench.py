@@ -184,6 +184,21 @@ class Bench:
         self.runners = runners = ThreadRunners(self.lanes, observed, timeout_s, threads)
         return runners
 
+    def run_failing(self, kind: str, seq: int, error: Exception) -> None:
+        """Have handlers of this kind ("async" or "plain") fail at one message, and succeed at all others."""
+
+        def handler(message: Message) -> None:
+            if message.seq == seq:
+                raise error
+
+        async def coroutine(message: Message) -> None:
+            handler(message)
+
+        if kind == "async":
+            self.run_async(coroutine)
+        else:
+            self.run_threads(handler)
+
     async def overdue_checks(self, count: int) -> None:
         """Wait until somebody has looked this often for handlers that run too long."""
         looked, look = 0, self.lanes.running_lanes

@@ -120,22 +120,15 @@ class BareRetry(Retry):
 )
 @pytest.mark.parametrize("kind", ["async", "plain"])
 async def test_a_retry_with_an_odd_delay_is_tried_as_often_as_others(bench: Bench, error: Retry, kind: str) -> None:
-    def fail(message: Message) -> None:
-        if message.seq == 1:
-            raise error
-
-    async def handler(message: Message) -> None:
-        fail(message)
-
     bench.own("a")
-    bench.run_async(handler) if kind == "async" else bench.run_threads(fail)
+    bench.run_failing(kind, 1, error)
     bench.send("a", 1, 2)
     await bench.acked(1, 2)
     assert [(seq, attempt) for _, seq, attempt in bench.starts] == [(1, 1), (1, 2), (1, 3), (2, 1)]
     assert [(seq, attempt) for seq, _, attempt in bench.letters.sent] == [(1, 3)]
 
 
-async def test_an_unordered_retry_with_an_endless_delay_is_given_back_for_a_day(unordered: Bench) -> None:
+async def test_an_unordered_retry_with_an_endless_delay_is_given_back_for_the_longest_one(unordered: Bench) -> None:
     async def handler(message: Message) -> None:
         raise Retry(10**400)
 

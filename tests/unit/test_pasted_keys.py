@@ -1,4 +1,4 @@
-"""A private key that somebody gives in place of its file is refused where that shows, and never printed."""
+"""A private key that is given in place of its file is refused where that shows, and never printed."""
 
 from __future__ import annotations
 

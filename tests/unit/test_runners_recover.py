@@ -88,15 +88,8 @@ async def test_a_failure_that_cannot_be_settled_counts_as_an_attempt(kind: str) 
     waits: Any = ("soon",)
     bench = Bench(policy=RetryPolicy(attempts=2, backoff_s=waits))
 
-    def fail(message: Message) -> None:
-        if message.seq == 1:
-            raise ValueError("bad")
-
-    async def handler(message: Message) -> None:
-        fail(message)
-
     bench.own("a")
-    bench.run_async(handler) if kind == "async" else bench.run_threads(fail)
+    bench.run_failing(kind, 1, ValueError("bad"))
     bench.send("a", 1, 2)
     await bench.acked(1, 2)
     assert [(seq, attempt) for _, seq, attempt in bench.starts] == [(1, 1), (1, 2), (2, 1)]

@@ -50,7 +50,7 @@ class DeadLetterStream:
         max_payload: int,
         omit_large: bool,
     ) -> DeadLetterStream:
-        """Open the stream that the settings name, creating it when it is missing; whoever may lead makes its marks.
+        """Open the stream that the settings name, creating it when it is missing, and its marks if it may lead.
 
         `omit_large`: a payload that leaves no room for the headers may be left out, because the origin keeps it.
         """

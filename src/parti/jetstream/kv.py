@@ -47,8 +47,8 @@ class Entry:
     def of(cls, body: bytes, revision: int, headers: Mapping[str, str]) -> Entry:
         """The entry that a message of the bucket makes.
 
-        Only a marker says that a key is gone. The server answers many requests with an empty body, and whoever aims
-        the answer at a key must not delete it.
+        Only a marker says that a key is gone. The server answers many requests with an empty body, and a client that
+        has the answer sent to a key must not delete the key by it.
         """
         if headers.get("KV-Operation") in {"DEL", "PURGE"} or "Nats-Marker-Reason" in headers:
             return cls(b"", revision)

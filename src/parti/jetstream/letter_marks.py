@@ -33,7 +33,7 @@ async def ensure_marks(api: JetStreamApi, letters: str) -> None:
             f"worker that may lead, or have an admin run: {_command(name, subject, replicas)}"
         ) from None
     if subject not in info.subjects:
-        raise ConfigError(f"stream {name!r} belongs to somebody else, and marks of replays cannot be kept; rename it")
+        raise ConfigError(f"stream {name!r} does not take {subject!r}, so marks of replays cannot be kept; rename it")
 
 
 def _config(name: str, subject: str, replicas: int) -> dict[str, Any]:

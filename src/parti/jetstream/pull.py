@@ -216,8 +216,8 @@ class PullEngine:
         self._paused = False
         self._resumed.set()
         self._begin_to_wait()
-        # A session that a reconnect has asked for may be waiting in `prepare` for whoever paused. Were one opened
-        # now, it would find pulls that it cannot tell from another process's.
+        # After a reconnect the supervisor may be in `prepare`, waiting for the update that paused pulls. It would
+        # take pulls of a session that is opened now for those of another process.
         if prepared and not self._trouble.is_set() and self._preparing_since_s is None:
             self._nothing_to_pull = not pull
             if pull:

@@ -165,7 +165,7 @@ class _Server(ThreadingHTTPServer):
                 request.send(_REFUSAL, socket.MSG_DONTWAIT)
             super().shutdown_request(request)
             return
-        super().process_request(request, client_address)  # whoever calls this shuts down what gets no thread
+        super().process_request(request, client_address)  # the caller closes a connection that gets no thread
 
     def answers(self, request: socket.socket) -> bool:
         """Note that a request is complete; False: it was given up before."""

@@ -238,7 +238,7 @@ class Lanes:
         try:
             self._decide(lane, message, error)
         except Exception:
-            # Whoever recovers the lane has it handled again. It must not be the same attempt for ever.
+            # The runner recovers the lane, and the message is handled again: not as the same attempt for ever.
             message.attempt = attempt + 1
             raise
 

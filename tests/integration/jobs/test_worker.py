@@ -390,7 +390,7 @@ async def test_a_deleted_consumer_and_a_deleted_bucket_are_made_anew(jobs: JobKi
 
 
 async def answer_writes(jobs: JobKit, answered: bool) -> None:
-    """Have the bucket of records confirm what it stores, or not; so it is for whoever waits, without a leader too."""
+    """Have the bucket of records confirm what it stores, or not: without a leader, clients wait in the same way."""
     stream = f"KV_{jobs.prefix}-jobs"
     config = await jobs.kit.api.stream_config(stream)
     await jobs.kit.api.call(f"STREAM.UPDATE.{stream}", {**config, "no_ack": not answered})

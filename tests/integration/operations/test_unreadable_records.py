@@ -236,20 +236,6 @@ async def test_a_key_that_parti_does_not_write_stops_nothing(kit: Kit, operator:
             assert code in {0, 1}, text
 
 
-async def test_an_empty_answer_in_the_orders_gives_nothing_away(kit: Kit) -> None:
-    async with observed(kit) as (fleet, bucket, lines):
-        await overwrite(bucket, "orders", encode(Orders(paused=("p0",))))
-        await eventually(lambda: sum(len(w.partitions) for w in fleet.workers) == len(PARTITIONS) - 1)
-        await overwrite(bucket, "orders", HOSTILE["nothing"])
-        await eventually(lambda: bool(told(lines, "orders")))
-        await overwrite(bucket, "leader.rebalancer", HOSTILE["no UTF-8"])
-        await eventually(lambda: any(w.manager and w.manager.leads for w in fleet.workers))
-        sent = await kit.publish([p for p in PARTITIONS if p != "p0"], 5)
-        await eventually(lambda: fleet.journal.has(sent), WITHIN_S)
-        assert decode((await found(bucket, "claims.p0")), Claim).state == "free"
-        await overwrite(bucket, "orders", encode(Orders()))
-
-
 async def test_an_empty_answer_in_the_place_of_a_lease_repeats_nothing(kit: Kit) -> None:
     """The worker counts until its lease is over, and by then it has stopped."""
     async with observed(kit) as (fleet, bucket, lines):
@@ -275,12 +261,13 @@ async def test_positions_that_do_not_change_are_written_again(kit: Kit, monkeypa
         await eventually(readable, WITHIN_S)
 
 
-async def test_unreadable_orders_do_not_take_the_last_ones_back(kit: Kit, operator: Operator) -> None:
+@pytest.mark.parametrize("value", ["a publish ack", "nothing"])
+async def test_unreadable_orders_do_not_take_the_last_ones_back(kit: Kit, operator: Operator, value: str) -> None:
     async with observed(kit) as (fleet, bucket, lines):
         paused = Orders(paused=("p0",))
         await overwrite(bucket, "orders", encode(paused))
         await eventually(lambda: sum(len(w.partitions) for w in fleet.workers) == len(PARTITIONS) - 1)
-        await overwrite(bucket, "orders", HOSTILE["a publish ack"])
+        await overwrite(bucket, "orders", HOSTILE[value])
         await eventually(lambda: bool(told(lines, "orders")))
         # A new rebalancer has never seen them: what rests goes on resting.
         await overwrite(bucket, "leader.rebalancer", HOSTILE["nothing"])
