@@ -113,7 +113,7 @@ def watch(
 ) -> None:
     """Print a line whenever a client is pinned or loses its pin, until Ctrl-C; first, who is pinned now.
 
-    Who may not watch all streams watches that of the fleet, if none is named.
+    Without STREAM all streams are watched; a user who may not do that watches the stream of the fleet.
     With --json a line of JSON for each. Switches that happen while the connection is away are missed. Exit codes: 0
     after Ctrl-C, 2 no server, no such stream or consumer.
     """
